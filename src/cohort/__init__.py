@@ -33,6 +33,10 @@ _MODULES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'cohort' has no attribute {name!r}")

@@ -275,8 +275,8 @@ def check_callback(callback: Any) -> None:
     found = [name for name in dir(callback) if name.startswith("on_")]
     if any(base.__module__.partition(".")[0] == "transformers" for base in kind.__mro__):
         raise ConfigError(
-            f"callbacks: {kind.__name__} is a callback of transformers, which are called at other points with other "
-            f"arguments: write what it does as the methods {known} of an object (docs/trackers.md)"
+            f"callbacks: {kind.__name__} is a callback of transformers, which cohort.trl.GRPOTrainer takes. Here, "
+            f"write what it does as the methods {known} of an object (docs/trackers.md)"
         )
     for name in found:
         if name not in EVENTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,11 @@ from cohort.report.console.describe import announce, describe_run
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
-from cohort.rewards import RewardFunction, TrainerState
+from cohort.rewards import RewardFunction
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs import Beginning, Resume, RunFolder, Start, save_merged, save_model, set_seed
 from cohort.runs.output import closed_on_error, closing, find_folder, log_to
-from cohort.train import Adaptive, Optimizer, TrainerParts, evaluate_step, find_budget, ranks, run
+from cohort.train import Adaptive, Companion, Optimizer, TrainerParts, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_rewards, checked_settings, load_rows, model_name
 from cohort.train.record import recorded
@@ -38,6 +38,7 @@ from cohort.train.requests import Requests
 from cohort.train.resume import resume as resume_run
 from cohort.train.signals import obeying_signals
 from cohort.train.stop import save_instant, stop_point, with_resume_hint
+from cohort.train.summary import end_summary, evaluate_before, record_step
 from cohort.watchdog import dumps_on_quit
 
 
@@ -87,6 +88,8 @@ class GRPOTrainer:
         """Summary of the run; written to ``summary.json`` at its end."""
         self.last_metrics: dict[str, Any] = {}
         """Metrics of the latest step."""
+        self.last_updates: list[dict[str, Any]] = []
+        """Metrics of each of its updates, in order (``train.update_metrics.each_update``)."""
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
         self.started_by = Start()
@@ -103,9 +106,7 @@ class GRPOTrainer:
         self._prints = config.report.progress and self.world.is_main
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
-        names = ("model", "reward_funcs", "train_dataset", "eval_dataset", "processing_class", "tools")
-        named = dict(zip((*names, "environment_factory"), given, strict=True))
-        self._recorded, missing = recorded(config, **named)
+        self._recorded, missing = recorded(config, *given)
         self.started_by = Start(missing=missing)
         same = {name: fact for name, fact in self._facts.items() if name not in ("machine", "threads")}
         ranks.check_same(self.world, config, {**same, "weights": self._weights})
@@ -138,7 +139,6 @@ class GRPOTrainer:
         self.rewards = checked_rewards(reward_funcs, config, objective, self.acting, self.world)
         data, eval_data = load_rows(train_dataset, eval_dataset, config)
         check_settings(config.eval, tuple(eval_data), self.rewards.names)
-
         self.tokenizer = processing_class or load_tokenizer(
             model_name(model), trust_remote_code=config.model.trust_remote_code
         )
@@ -155,7 +155,6 @@ class GRPOTrainer:
         self.evaluator = self._evaluator(eval_data) if eval_data else None
         self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
         self.schedule = Schedule.of(config, prompts.epoch_length)
-
         self._longest_prompt = prompts.longest
         self._load(model)
 
@@ -197,7 +196,7 @@ class GRPOTrainer:
             RunFolderError: the output folder holds another run, or nothing to resume.
             Stopped: a signal came, or ``stop`` was called; a checkpoint is written.
         """
-        with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
+        with self.obeying_signals():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
             shown = StepDisplay.of(self.schedule, self.folder, lambda: self._requests.stop, enabled=self._prints)
             with contextlib.closing(steps), shown as display, self._resume_hint():
@@ -219,9 +218,34 @@ class GRPOTrainer:
         """Let the run write a checkpoint before its next update or step, and go on."""
         self._requests.save = True
 
-    def steps(self, *, resume: Resume = False, allow_changed: Collection[str] = ()) -> Generator[dict[str, Any]]:
+    def evaluate_now(self) -> None:
+        """Let the run evaluate after the step in progress, as when ``eval.eval_steps`` says so."""
+        self._requests.evaluate = True
+
+    def checkpoint(self) -> Path:
+        """Write a checkpoint, for a caller of ``steps`` between two of them; return its folder once it is complete.
+        Every rank must call."""
+        if self.folder is None or self._parts is None:
+            raise RunFolderError("there is no run to write a checkpoint of: it begins with train() or steps()")
+        save_instant(self._parts, self.folder, wait=True)
+        return self.folder.checkpoint(self._parts.complete_steps)
+
+    @contextlib.contextmanager
+    def obeying_signals(self) -> Iterator[None]:
+        """While the block runs, signals stop the run or write a checkpoint, as they do in ``train``."""
+        with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
+            yield
+
+    def steps(
+        self, *, resume: Resume = False, allow_changed: Collection[str] = (), companion: Companion | None = None
+    ) -> Generator[dict[str, Any]]:
         """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the
-        checkpoint to resume. The folder is this trainer's until the iterator ends or is closed."""
+        checkpoint to resume. The folder is this trainer's until the iterator ends or is closed.
+
+        Args:
+            resume, allow_changed: as ``train`` takes them.
+            companion: goes along on every rank; see ``cohort.train.companion``.
+        """
         if self.folder is not None:
             raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
         folder, beginning = self._found or find_folder(self._recorded, self.world, resume, allow_changed)
@@ -230,6 +254,7 @@ class GRPOTrainer:
                 self.summary = on_main(self.world, folder.read_summary)
                 return closing(folder, ())
             self._parts = parts = self.make_parts()
+            parts.companion = companion or parts.companion
             goes_on = beginning is Beginning.RESUMED
             first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder, beginning)
             on_main(
@@ -267,10 +292,12 @@ class GRPOTrainer:
     def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Generator[dict[str, Any]]:
         try:
             self._callbacks.start(first_step, self._facts, parts.pending)
-            if before := self._evaluation_before(folder, parts, first_step):
-                self.summary["eval_before"] = before
+            before = evaluate_before(parts, self.schedule, self.args, folder, self.summary)
+            if before and self._prints:
+                announce(evaluation_line(before, "before training"))
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
-                self._record(metrics, parts)
+                self.last_metrics, self.last_updates = metrics, parts.each_update
+                record_step(self.summary, parts, self.args, metrics, self.started)
                 self._callbacks.step(metrics)
                 yield metrics
         except CancelledError:  # a rollout or an evaluation, because the run is to stop
@@ -295,32 +322,8 @@ class GRPOTrainer:
                 self.acting.close()
         if self.args.model.lora.save_merged:
             save_merged(folder.path / "merged", self.policy, self.tokenizer, self.world)
-        if best := parts.best.note():
-            self.summary["best"] = best
-        if parts.best.exhausted and self.summary["steps"] < self.schedule.steps:
-            self.summary["stopped_early"] = True
-        self.summary["seconds"] = round(time.perf_counter() - self.started, 2)
+        end_summary(self.summary, parts, self.schedule, self.started)
         on_main(self.world, lambda: folder.write_summary(self.summary))
-
-    def _record(self, metrics: dict[str, Any], parts: TrainerParts) -> None:
-        self.last_metrics = metrics
-        self.summary.setdefault("seconds_to_first_update", round(time.perf_counter() - self.started, 2))
-        self.summary |= parts.for_summary(self.args.rollout.num_generations)
-        if evaluated := {key: value for key, value in metrics.items() if key.startswith("eval/")}:
-            self.summary["eval_after"] = evaluated
-
-    def _evaluation_before(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> dict[str, Any] | None:
-        """The evaluation before the first step: made now, or read by a resumed run."""
-        evaluations = on_main(self.world, folder.evaluations)
-        if 0 in evaluations or first_step or self.evaluator is None or not self.args.eval.eval_on_start:
-            if last := max((step for step in evaluations if step), default=None):
-                self.summary["eval_after"] = evaluations[last]
-            return evaluations.get(0)
-        before = evaluate_step(parts, TrainerState(0, self.schedule.steps), self.args, folder)
-        on_main(self.world, lambda: folder.append_metrics({"step": 0, "time": time.time(), **before}))
-        if self._prints:
-            announce(evaluation_line(before, "before training"))
-        return before
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, Any]:
         """Sample and score the evaluation prompts with the current policy; return the metrics with their intervals.
@@ -333,9 +336,7 @@ class GRPOTrainer:
 
     def evaluations(self, eval_dataset: Any = None) -> dict[str, Evaluation]:
         """Like ``evaluate``, with each prompt's numbers and every completion, by the sets' names ("" without one)."""
-        evaluator = self.evaluator
-        if eval_dataset is not None:
-            evaluator = self._evaluator(load_sets(eval_dataset, self.args.data))
+        evaluator = self.evaluator if eval_dataset is None else self._evaluator(load_sets(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         if self._parts is not None:
@@ -351,14 +352,13 @@ class GRPOTrainer:
             path: a folder.
             merge: write a model with adapters as one model with the adapters merged, not the adapters alone.
         """
-        main = self.world.is_main
-        together(self.world, lambda: save_model(self.policy, self.tokenizer, path, merge=merge, write=main))
+        save = partial(save_model, self.policy, self.tokenizer, path, merge=merge, write=self.world.is_main)
+        together(self.world, save)
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
-        lines = [
-            describe_run(self.policy, self.engine, self.budget.describe(), self.prompts, self.rewards, self.schedule)
-        ]
+        budget = self.budget.describe()
+        lines = [describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)]
         lines += [f"ranks: {self.world.size}, layout {self.args.parallel.layout}"] if self.world.size > 1 else []
         lines += [self.acting.describe(), self._turn_format.describe()] if self.acting else []
         lines += [self.evaluator.describe()] if self.evaluator else []

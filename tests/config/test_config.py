@@ -57,7 +57,7 @@ def test_settings_by_name_go_to_their_sections():
 
 def test_settings_are_frozen_and_can_be_pickled_and_copied():
     config = GRPOConfig(num_generations=4, data={"train": ["a.jsonl"]})
-    with pytest.raises(Exception, match="frozen"):
+    with pytest.raises(ConfigError, match=r"settings do not change: make new ones with \w+="):
         config.rollout.num_generations = 3
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
 
@@ -163,6 +163,26 @@ def test_errors_name_where_each_mistake_is(tmp_path):
         ConfigError, match=r"\Acommand line: run.seed.*\n.*config.toml: unknown setting optim.learnin_rat"
     ):
         load(tmp_path, "[optim]\nlearnin_rate = 1\n", "--run.seed", "x")
+
+
+def test_all_unknown_settings_are_named_at_once(tmp_path):
+    both = r"\Aunknown setting 'lr': set optim.learning_rate\nunknown setting 'rank': set model.lora.rank\Z"
+    with pytest.raises(ConfigError, match=both):
+        GRPOConfig(lr=1e-5, rank=8)
+    with pytest.raises(ConfigError, match=r"(?s)unknown setting --lr: .*unknown setting --group_size: .*: run.seed: "):
+        load(tmp_path, "", "--lr", "1", "--group_size", "4", "--run.seed", "x")
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)setting epochs is outside a section: set.*unknown section \[optimizer\]; did you mean \[optim\]",
+    ):
+        load(tmp_path, "epochs = 3\n[optimizer]\nlr = 1\n")
+
+
+def test_what_foreign_names_point_to_exists():
+    known = set(setting_paths(GRPOConfig).values())
+    for name, text in foreign_names().items():
+        for path in re.findall(r"\b(?:model|data|rollout|reward|optim|eval|run|report)\.[a-z_]+", text):
+            assert path in known or path == "model.lora", (name, path)
 
 
 def test_overrides_may_correct_the_file(tmp_path):

@@ -72,7 +72,8 @@ def in_shards(policy, order, shards, budget, index, penalty):
     weights = minibatch_weights(context, batch, minibatch)
     active = active_part(batch, minibatch, objective, bonus)
     weights = weights.at(active.positions_N)
-    statistics = TokenStatistics.of_idle(minibatch.num_tokens - active.num_tokens)
+    idle_tokens = minibatch.num_tokens - active.num_tokens
+    statistics = TokenStatistics.of_idle(idle_tokens, 0, minibatch.num_sequences - active.num_sequences)
     policy.model.zero_grad()
     forwards = []
     for i in range(shards):

@@ -10,6 +10,7 @@ import torch
 from cohort.objective import (
     PRESETS,
     Cause,
+    TokenStatistics,
     UpdateTokens,
     applied_entropy_coefficient,
     coefficients,
@@ -243,6 +244,34 @@ def test_the_effective_sample_size_by_sign_and_by_sequence():
     assert (sums["ess_sequence_positive_n"], sums["ess_sequence_positive_w"]) == (2, pytest.approx(6.5))
     assert sums["ess_sequence_positive_w2"] == pytest.approx(36.25)
     assert (sums["ess_sequence_negative_n"], sums["ess_sequence_negative_w"]) == (1, pytest.approx(4.0))
+
+
+def test_clipped_shares_of_tokens_and_of_sequences():
+    # Ratios 0.5 and 1 where A < 0, 2 and 1 where A > 0, 2 where A is 0. GSPO clips the geometric means 0.71 and 1.41.
+    logps = torch.full((5,), -9.0, dtype=torch.float64)
+    tokens = tokens_by_hand(logps, [-1, -1, 1, 1, 0], logps - doubles(0.5, 1, 2, 1, 2).log(), [0, 0, 1, 1, 2])
+    for level in ("token", "sequence_mean"):
+        got = token_statistics(PRESETS["default"].replace(ratio_level=level), tokens)
+        assert (got.sums["clipped_low"], got.sums["clipped_high"], got.sums["all_sequences"]) == (1, 1, 3)
+        share = 0.5 if level == "token" else 1.0
+        assert (got.maxima["not_clipped_low"], got.maxima["clipped_high"]) == (1.0, share)  # sequence 2: nothing below
+    idle = TokenStatistics.of_idle(7, masked=3, sequences=2)
+    low = token_statistics(PRESETS["default"], tokens_of(tokens, [0]))
+    assert low.maxima["not_clipped_low"] == 0.5
+    assert (low + TokenStatistics.of_idle(0)).maxima["not_clipped_low"] == 0.5
+    assert (low + idle).maxima["not_clipped_low"] == 1.0
+    assert (low + idle).sums["all_sequences"] == 3
+    assert "clipped_low" not in token_statistics(PRESETS["sapo"], tokens).sums
+
+
+@pytest.mark.parametrize("correction", ["none", "token_ratio"])
+def test_the_kl_with_its_importance_weight(correction):
+    objective, batch = with_beta("default").replace(kl={"beta": 0.3, "correction": correction}), random_batch(1)
+    weights, weight = weights_of(objective, batch), (batch.logps - batch.old).exp()
+    weighted = k3(batch.logps, batch.ref) * (1 if correction == "none" else weight)
+    sums = token_statistics(objective, update_tokens(objective, batch)).sums
+    assert sums["k3_weighted"] == pytest.approx(weighted.sum().item(), rel=1e-12)
+    assert sums["kl_value_weighted"] == pytest.approx((weights * weighted).sum().item(), rel=1e-12)
 
 
 def test_maxima_and_unlikely_sequences():

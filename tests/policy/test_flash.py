@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from cohort.policy import flash
-from tests.conftest import tiny_llama
+from tests.conftest import telling, tiny_llama
 from tests.cuda_on_cpu import cuda_on_cpu
 from tests.policy.plain import WINDOW, assert_plain, policy_of
-from tests.policy.test_attention import LAYOUTS, assert_same, made
+from tests.policy.test_attention import LAYOUTS, WINDOWED, assert_same, made
 from tests.rollout.test_families import ATTENTION
 from tests.train.harness import make_trainer, parameters, untimed_metrics_of
 
@@ -20,8 +20,7 @@ def any_dtype(monkeypatch):
     monkeypatch.setattr("cohort.policy.attention.can_flash", lambda q, k, v: True)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 12])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "window"), telling(WINDOWED, *WINDOWED[::3]))
 @pytest.mark.usefixtures("any_dtype")
 def test_outputs_and_gradients(layout, window):
     tensors = made(LAYOUTS[layout][0], LAYOUTS[layout][2])

@@ -436,7 +436,7 @@ def test_replays_are_tables_and_damaged_ones_are_named(tmp_path: Path) -> None:
         "objective": {"run": "default", "replay": HOSTILE[:-14], "changes": ["scale -> none"]},
         "notes": "none",
         "logits": {"norm_run": 1.5, "cosine": 0.25, "terms": {"policy": {"norm_run": 0.5}, "kl": 3}},
-        "causes": [{"run": "no_advantage", "replay": "active", "tokens": 12, "tokens_share": 0.125}, 7],
+        "causes": [{"run": "no_advantage", "replay": "active", "tokens": 12, "tokens_share": 0.12}, 7],
         "completions": {"row": 1},
         "strongest": [{"text": HOSTILE[:-14], "coefficient_run": "x"}],
     }
@@ -446,7 +446,7 @@ def test_replays_are_tables_and_damaged_ones_are_named(tmp_path: Path) -> None:
     text = " ".join(_Page(html).texts)
     assert "Under <b>grpo</b>, 3% of the tokens change." in text
     assert "replays/step-4-b.json cannot be read" in text
-    assert ("no advantage" in text, "12.5%" in text, "0.25" in text) == (True, True, True)
+    assert ("no advantage" in text, "12%" in text, "0.25" in text) == (True, True, True)
     assert "alert" not in _Page(html).tags
     assert "<script>alert" not in html
 

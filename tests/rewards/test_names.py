@@ -99,14 +99,18 @@ def test_values_for_a_user_function(tmp_path):
         "def f(completion, strict: bool = False, odd: Odd | None = None, *, low: int, **_):\n    return (strict, low)\n"
         "def unknown_type(completion, size: 'Nowhere'):\n    return size\n"
         "def g(completion):\n    return 0\n"
+        "def any_setting(completion, **settings):\n    return settings\n"
     )
     path = f"{tmp_path}/mine.py"
-    bound = resolve_reward(f"{path}:f(strict=True, low=3, else_='x')")
+    bound = resolve_reward(f"{path}:f(strict=True, low=3)")
     assert bound(completion="") == (True, 3)
     assert call_options(bound).per == "sample"
     assert not isinstance(resolve_reward(f"{path}:g()"), partial)
     assert resolve_reward(f"{path}:unknown_type(size=4)")(completion="") == 4  # its annotation cannot be evaluated
     assert resolve_reward(f"{path}:f(low=1, odd=None)")(completion="") == (False, 1)
+    with pytest.raises(RewardError, match=r"f has no setting 'strickt'; it has: .*; did you mean strict"):
+        resolve_reward(f"{path}:f(strickt=True, low=3)")  # ``**_`` takes columns, not what is misspelt
+    assert resolve_reward(f"{path}:any_setting(depth=2)")(completion="") == {"depth": 2}
     with pytest.raises(RewardError, match=r"f: low='3': input should be a valid integer"):
         resolve_reward(f"{path}:f(low='3')")
     with pytest.raises(RewardError, match="has no setting 'strict'; it has: completion"):

@@ -295,16 +295,24 @@ def test_walks_over_allowed_tokens_end_in_json_that_the_schema_accepts(byte_leve
 
 
 def test_json_in_any_tokens_and_spacing_is_allowed(byte_level):
-    whole = grammar(byte_level, schema=SCHEMAS["person"][0])
+    flexible = {"x-guidance": {"whitespace_flexible": True}}
+    whole = grammar(byte_level, schema={**SCHEMAS["person"][0], **flexible})
     single = {own: token for token, own in enumerate(token_bytes(byte_level, len(byte_level))) if len(own) == 1}
     for text in ('{"name":"Zoë","age":12}', '{\n  "name": "Zoë",\n  "age": 12,\n  "tags": ["a"]\n}'):
         for ids in (byte_level.encode(text), [single[bytes([byte])] for byte in text.encode()]):
             matcher = after(whole, ids)
             assert matcher.finished
             assert allowed(matcher) == set(ENDS)
-    compact = grammar(byte_level, schema={"type": "array", "x-guidance": {"whitespace_flexible": False}})
-    with pytest.raises(ConfigError, match="does not allow token"):
-        after(compact, byte_level.encode("[ 1"))
+
+
+@pytest.mark.parametrize("schema", [{}, "true", {"type": "object"}, SCHEMAS["person"][0]], ids=str)
+def test_json_is_spaced_as_python_writes_it(byte_level, schema):
+    """With spaces without end, 41% of the completions of an untrained policy were cut before their last bracket."""
+    whole, value = grammar(byte_level, schema=schema), {"name": "Zoë", "age": 12, "tags": ["a", "b"]}
+    assert after(whole, byte_level.encode(json.dumps(value, ensure_ascii=False))).finished
+    for text in ('{ "name', '{"name":"Z', '{"name" :', "{\n", '{"name": "Zoë"  '):
+        with pytest.raises(ConfigError, match="does not allow token"):
+            after(whole, byte_level.encode(text))
 
 
 def test_a_character_may_be_spread_over_tokens(byte_level):

@@ -151,6 +151,17 @@ def test_metrics_are_written_every_step(run):
     assert "loss" not in first
 
 
+def test_the_metrics_of_each_update(run):
+    trainer, folder = run
+    line, (update,) = metrics_of(folder)[-1], trainer.last_updates
+    same = ("grad_norm", "learning_rate", "tokens", "entropy", "policy_value", "kl_value_weighted", "kl/k3_weighted")
+    assert {key: update[key] for key in (*same, "clip/high_max")} == {
+        key: line[key] for key in (*same, "clip/high_max")
+    }
+    assert update.keys() <= line.keys()
+    assert "each_update" not in line
+
+
 def test_every_metric_is_documented(run):
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     for key in metrics_of(run[1])[-1]:

@@ -10,7 +10,8 @@ from cohort.objective import PRESETS, TokenStatistics, k3
 from cohort.policy import Policy
 from cohort.rewards.scores import Scores
 from cohort.train import UpdateResult
-from cohort.train.metrics import policy_movement, reward_metrics, value_metrics
+from cohort.train.metrics import policy_movement, reward_metrics
+from cohort.train.update_metrics import value_metrics
 from tests.conftest import tiny_llama
 from tests.train.test_layout import make_batch
 from tests.train.updates import DOUBLE, context_for, logps_of

@@ -22,8 +22,9 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
         run: A run folder, of a run that has ended or is in progress.
         json_output: Print one JSON object instead of text.
     """
-    from cohort.report.diagnosis import Diagnosis, Level, health_line, not_run, plain, worst
+    from cohort.report.diagnosis import Diagnosis, Level, health_line, not_run, worst
     from cohort.report.history import RunHistory
+    from cohort.report.words import one_line
     from cohort.runs import as_json
 
     history = RunHistory.read(run)
@@ -53,5 +54,5 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
             print(f"not checked, because the run has no metrics for it: {', '.join(silent)} (docs/diagnosis.md)")
         for damage in history.missing:
             if damage.startswith("metrics.jsonl"):
-                print(plain(damage))
+                print(one_line(damage))
     return int(alarm)

@@ -30,9 +30,9 @@ def track(
         project: Its project or experiment. [default: report.tracker_project, the tracker's own variable, or cohort]
     """
     from cohort.errors import CohortError, TrackerError
-    from cohort.report.console.lines import one_line
     from cohort.report.trackers import KINDS, send_run
     from cohort.report.trackers.state import error_text
+    from cohort.report.words import one_line
 
     def say(text: str) -> None:
         print(one_line(text), flush=True)

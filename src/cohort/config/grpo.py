@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 from pydantic import model_validator
 
 from cohort.config import schema
 from cohort.config.data import DataConfig
+from cohort.config.names import SettingNames
 from cohort.config.objective import ObjectiveConfig
 from cohort.config.report import ReportConfig
 from cohort.config.section import Section, explain_errors, setting_paths, suggestion
@@ -49,7 +50,7 @@ class GRPOConfig(Section):
     run: schema.RunConfig = schema.RunConfig()
     report: ReportConfig = ReportConfig()
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: Unpack[SettingNames]) -> None:
         with explain_errors(type(self)):
             super().__init__(**_by_section(type(self), settings))
 
@@ -173,9 +174,9 @@ def _by_section(schema: type[GRPOConfig], settings: Mapping[str, Any]) -> dict[s
     paths = setting_paths(schema)
     sections = {key: value for key, value in settings.items() if key in schema.model_fields}
     by_name = {key: value for key, value in settings.items() if key not in sections}
+    if unknown := [f"unknown setting {key!r}{suggestion(key, schema)}" for key in by_name if key not in paths]:
+        raise ConfigError("\n".join(unknown))
     for key, value in by_name.items():
-        if key not in paths:
-            raise ConfigError(f"unknown setting {key!r}{suggestion(key, schema)}")
         name = paths[key].partition(".")[0]
         section = sections.get(name, {})
         given = dict(section) if isinstance(section, Mapping) else section.model_dump(exclude_unset=True)

@@ -74,7 +74,11 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
     parts: list[tuple[str, Any]] = []
     mistakes: list[str] = []
     for name, text in _pairs(overrides):
-        path, rest, field = _find(name)
+        try:
+            path, rest, field = _find(name)
+        except ConfigError as error:
+            mistakes.append(str(error))
+            continue
         if path[0] == "objective" and path[1] in objective_parts():
             value = parse_value(text)
             absent = value == "none" and path[1] not in optional_parts()
@@ -243,16 +247,18 @@ def _with_parts(objective: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[
 
 
 def _check_sections(table: Mapping[str, Any]) -> None:
-    sections = tuple(GRPOConfig.model_fields)
+    sections, mistakes = tuple(GRPOConfig.model_fields), []
     for name, value in table.items():
         if name in sections:
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{name} is a section: expected a table [{name}], got {name} = {value!r}")
+                mistakes.append(f"{name} is a section: expected a table [{name}], got {name} = {value!r}")
         elif isinstance(value, Mapping):
             hint = did_you_mean(name, sections, form="[{}]") or f"; sections are {', '.join(sections)}"
-            raise ConfigError(f"unknown section [{name}]{hint}")
+            mistakes.append(f"unknown section [{name}]{hint}")
         else:
-            raise ConfigError(f"setting {name} is outside a section{suggestion(name, GRPOConfig)}")
+            mistakes.append(f"setting {name} is outside a section{suggestion(name, GRPOConfig)}")
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
 
 
 def to_toml(config: GRPOConfig) -> str:

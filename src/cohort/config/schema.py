@@ -121,8 +121,8 @@ class RolloutConfig(Section):
     regex: str | None = None
     """Sample only completions that match this regular expression as a whole. Unset: anything."""
     json_schema: str | None = None
-    """Sample only JSON that this schema accepts: JSON text, or the name of a .json file, which is read at once. Unset:
-    anything."""
+    """Sample only JSON that this schema accepts, with the spaces of `json.dumps`: JSON text, or the name of a .json
+    file, which is read at once. Unset: anything."""
     replay_sampling: bool = True
     """Compute the update's log-probabilities over the tokens that sampling could choose from, instead of over the whole
     vocabulary. Off: ratios treat the truncated distribution as the policy's. Makes a difference only with the settings

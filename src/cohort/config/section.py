@@ -41,6 +41,9 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise ConfigError(f"settings do not change: make new ones with {name}={value!r}, as in GRPOConfig({name}=...)")
+
 
 def subsection(annotation: Any) -> type[BaseModel] | None:
     """The type of a section or of a table within one; None for a setting."""

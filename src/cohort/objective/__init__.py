@@ -5,7 +5,7 @@ from cohort.objective.aggregation import token_weights
 from cohort.objective.coefficients import Cause, Coefficients, coefficients
 from cohort.objective.controllers import applied_entropy_coefficient, next_beta, next_entropy_coefficient
 from cohort.objective.credit import Outcomes, soft_overlong_punishment, token_advantages
-from cohort.objective.diagnostics import TokenStatistics, UpdateTokens, token_statistics
+from cohort.objective.diagnostics import TokenStatistics, UpdateTokens, per_sequence, token_statistics
 from cohort.objective.explain import coefficient_table, explain, try_user_functions
 from cohort.objective.kl import k1, k2, k3, kl_correction, kl_multiplier
 from cohort.objective.mismatch import mismatch_weights

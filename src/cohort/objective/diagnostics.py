@@ -7,15 +7,15 @@ means is taken. ``docs/metrics.md`` names the metric that each sum becomes.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cohort.objective.coefficients import Cause, Coefficients, surrogate_value
-from cohort.objective.kl import MAX_LOG_GAP, k1, k3, kl_multiplier
-from cohort.objective.ratio import MAX_LOG_RATIO, exp_clamped
-from cohort.objective.segments import prefix_sums, segment_count, segment_sum
+from cohort.objective.kl import MAX_LOG_GAP, k1, k3, kl_correction, kl_multiplier
+from cohort.objective.ratio import MAX_LOG_RATIO, anchored_log_ratio, exp_clamped, leveled_log_ratio
+from cohort.objective.segments import prefix_sums, segment_count, segment_mean, segment_sum
 from cohort.objective.trust import trust_region
 from cohort.presets.objective import Objective
 
@@ -72,18 +72,19 @@ class TokenStatistics:
         )
 
     @classmethod
-    def of_idle(cls, tokens: int, masked: int = 0) -> TokenStatistics:
-        """Statistics of tokens without a pass: ``masked`` of them are not in the loss, the others have advantage 0, and
-        no other term needs them."""
+    def of_idle(cls, tokens: int, masked: int = 0, sequences: int = 0) -> TokenStatistics:
+        """Statistics of tokens without a pass, and of their sequences: ``masked`` of them are not in the loss, the
+        others have advantage 0, and no other term needs them."""
         causes = {f"cause_{cause.name.lower()}": 0.0 for cause in Cause}
         causes |= {"cause_no_advantage": float(tokens - masked), "cause_masked": float(masked)}
-        return cls({"all_tokens": float(tokens), "tokens": 0.0, **causes}, {}, {})
+        sums = {"all_tokens": float(tokens), "all_sequences": float(sequences), "tokens": 0.0, **causes}
+        return cls(sums, {"not_clipped_low": 1.0} if tokens > masked else {}, {})
 
 
 @torch.no_grad()
 def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatistics:
     """Sums over the loss tokens of a minibatch, their largest gaps, and the values for quantiles."""
-    count = tokens.logps_N.numel()
+    count, sequences = tokens.logps_N.numel(), _sum(torch.bincount(tokens.sequence_N) > 0)
     cause_counts = torch.bincount(tokens.coefficients.cause_N.long(), minlength=len(Cause))
     loss_N = tokens.base_weights_N > 0
     if not bool(loss_N.all()):
@@ -95,6 +96,7 @@ def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatist
     sums = {
         "sampler_gap": _sum(gap_N),
         "all_tokens": torch.tensor(count),
+        "all_sequences": sequences,
         "tokens": torch.tensor(tokens.logps_N.numel()),
         **{f"cause_{cause.name.lower()}": cause_counts[cause] for cause in Cause},
         "policy_value": _sum(tokens.weights_N * tokens.coefficients.value_N),
@@ -105,9 +107,12 @@ def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatist
         **_rule_sums(objective, tokens),
         **_entropy_sums(tokens),
     }
-    gaps = {"sampler_gap": gap_N}
+    gaps, shares = {"sampler_gap": gap_N}, clipped_shares(objective, tokens)
+    if shares is not None:
+        sums |= {"clipped_low": _sum(shares.low_U), "clipped_high": _sum(shares.high_U)}
+        gaps |= {"not_clipped_low": 1 - shares.low_S, "clipped_high": shares.high_S}
     if tokens.ref_logps_N is not None:
-        sums |= _kl_sums(tokens, tokens.ref_logps_N)
+        sums |= _kl_sums(objective, tokens, tokens.ref_logps_N)
         gaps["kl_gap"] = (tokens.ref_logps_N - tokens.logps_N).abs()
     maxima = {name: gap_N.max() if gap_N.numel() else torch.tensor(0.0) for name, gap_N in gaps.items()}
     values = {"log_ratio": tokens.coefficients.log_ratio_N, "log_rho": log_rho_N, "entropy": tokens.entropy_N}
@@ -122,6 +127,45 @@ def value_at_ratio_one(objective: Objective, tokens: UpdateTokens) -> Tensor:
         objective.trust_region, zero_N, a_N, tokens.logps_N, token_log_ratio_N=zero_N, sequence_N=sequence_N
     )
     return _sum(tokens.weights_N * surrogate_value(objective, trusted, tokens.logps_N, a_N, sequence_N))
+
+
+class ClippedShares(NamedTuple):
+    """Where ratios are beyond the bounds of the trust region on the side to which A pushes."""
+
+    low_U: Tensor
+    """Of each unit, a token or, if the ratio is that of a sequence, a sequence: whether A < 0 and r < low."""
+    high_U: Tensor
+    """Whether A > 0 and r > high."""
+    low_S: Tensor
+    """Of each sequence with loss tokens, the share of its tokens."""
+    high_S: Tensor
+
+
+def clipped_shares(objective: Objective, tokens: UpdateTokens) -> ClippedShares | None:
+    """The clipped units of loss tokens, whatever else silences them; None if the trust region has no bounds on a ratio.
+
+    The bounds are those of the rule, and the ratio is at the level that the rule uses.
+    """
+    rule, sequence_N = objective.trust_region, tokens.sequence_N
+    low, high = getattr(rule, "low", None), getattr(rule, "high", None)
+    if rule is None or low is None or high is None or rule.of_probabilities:
+        return None
+    level = "token" if rule.of_single_tokens else objective.ratio_level
+    ratio_N = exp_clamped(leveled_log_ratio(tokens.coefficients.log_ratio_N, level, sequence_N))
+    low_N = ((tokens.advantages_N < 0) & (ratio_N < low)).to(ratio_N)
+    high_N = ((tokens.advantages_N > 0) & (ratio_N > high)).to(ratio_N)
+    count = segment_count(sequence_N)
+    present_S = torch.bincount(sequence_N, minlength=count) > 0
+    low_S, high_S = (segment_mean(values_N, sequence_N, count)[present_S] for values_N in (low_N, high_N))
+    if per_sequence(objective):
+        return ClippedShares(low_S, high_S, low_S, high_S)
+    return ClippedShares(low_N, high_N, low_S, high_S)
+
+
+def per_sequence(objective: Objective) -> bool:
+    """Whether the trust region acts on ratios of whole sequences."""
+    rule = objective.trust_region
+    return objective.ratio_level.startswith("sequence") and not (rule is not None and rule.of_single_tokens)
 
 
 def _gradient_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
@@ -221,8 +265,11 @@ def _entropy_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
     }
 
 
-def _kl_sums(tokens: UpdateTokens, ref_logps_N: Tensor) -> dict[str, Tensor]:
+def _kl_sums(objective: Objective, tokens: UpdateTokens, ref_logps_N: Tensor) -> dict[str, Tensor]:
     k1_N, k3_N = k1(tokens.logps_N, ref_logps_N), k3(tokens.logps_N, ref_logps_N)
+    anchor_N = tokens.sampler_logps_N if objective.kl.anchor == "sampler" else tokens.old_logps_N
+    correction_N = kl_correction(objective.kl, anchored_log_ratio(tokens.logps_N, anchor_N), tokens.sequence_N)
+    weighted_N = k3_N if correction_N is None else correction_N * k3_N
     part_N = tokens.coefficients.kl_N.abs()
     top = max(1, int(TOP_SHARE * part_N.numel())) if part_N.numel() else 0
     return {
@@ -231,7 +278,9 @@ def _kl_sums(tokens: UpdateTokens, ref_logps_N: Tensor) -> dict[str, Tensor]:
         "k3": _sum(k3_N),
         "k3_squared": _sum(k3_N**2),
         "forward_coefficient": _sum(kl_multiplier(tokens.logps_N, ref_logps_N, direction="forward")),
+        "k3_weighted": _sum(weighted_N),
         "kl_value": _sum(tokens.base_weights_N * k3_N),
+        "kl_value_weighted": _sum(tokens.base_weights_N * weighted_N),
         "kl_held": _sum(k1_N.abs() > MAX_LOG_GAP),
         "kl_top": _sum(part_N.topk(top).values),
     }

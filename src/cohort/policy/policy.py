@@ -162,6 +162,8 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         )
     elif not getattr(model, "is_quantized", False):
         model.to(device=device, dtype=precision.master)
+        if has_adapters(model):
+            keep_in_compute_dtype(model, precision)
     name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
     check_finite_weights(dict(model.named_parameters()), name)
     if config.lora.wanted:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cohort.report.words import cause_words, fine_share, one_line
+
 TEXT = 36
 """Characters of a text that are printed: its end."""
 ROWS = 8
@@ -27,22 +29,11 @@ def sentence(result: Mapping[str, Any]) -> str:
         return f"Under {which} the gradient of this step is 0; there is nothing to compare it with"
     ratio, angle = f"{gradient['ratio']:.3g}", cosine(gradient["cosine"])
     return (
-        f"Under {name}, {share(tokens['changed_share'])} of the tokens change their coefficient by more than "
+        f"Under {name}, {fine_share(tokens['changed_share'])} of the tokens change their coefficient by more than "
         f"{tokens['changed_means']:.0%} of its root mean square (beyond the common factor {tokens['factor']:.3g}), "
-        f"{share(tokens['sign_share'])} change its sign; gradient norm {ratio}x, cosine {angle}"
+        f"{fine_share(tokens['sign_share'])} change its sign; gradient norm {ratio}x, cosine {angle}"
         + (" in the space of the logits" if gradient["space"] == "logits" else "")
     )
-
-
-def share(value: float | None) -> str:
-    """A share as a percentage with two significant digits.
-
-    >>> share(0.123), share(0.00042), share(1e-9), share(0.0), share(1.0)
-    ('12%', '0.042%', '< 0.01%', '0%', '100%')
-    """
-    if value is None or 0 < value < 1e-4:
-        return "-" if value is None else "< 0.01%"
-    return f"{float(f'{100 * value:.2g}'):g}%"
 
 
 def cosine(value: float | None) -> str:
@@ -99,8 +90,8 @@ def _causes(rows: Sequence[Mapping[str, Any]]) -> Table:
         "\ntokens by what they have in place of a gradient", "run", "replay", "tokens", "share of run's", "of replay's"
     )
     for row in rows[:ROWS]:
-        names = _words(row["run"]), _words(row["replay"])
-        table.add_row(*names, f"{row['tokens']:,}", share(row["share_run"]), share(row["share_replay"]))
+        names = cause_words(row["run"]), cause_words(row["replay"])
+        table.add_row(*names, f"{row['tokens']:,}", fine_share(row["share_run"]), fine_share(row["share_replay"]))
     return table
 
 
@@ -108,10 +99,10 @@ def _strongest(rows: Sequence[Mapping[str, Any]], factor: float) -> Table:
     title = f"\ntokens that change most, once the replay's c is divided by the common factor {factor:.3g}"
     table = _table(title, "row", "place", "after", "token", "change", "run's c", "replay's c")
     for row in rows[:ROWS]:
-        text = f"#{row['token_id']}" if row["text"] is None else plain(row["text"])
+        text = f"#{row['token_id']}" if row["text"] is None else _shown(row["text"])
         numbers = f"{row['coefficient_run']:.2e}", f"{row['coefficient_replay']:.2e}"
         place = f"{row['row']}", f"{row['position']}"
-        table.add_row(*place, Text(plain(row["before"] or "")[-TEXT:]), Text(text), row["change"], *numbers)
+        table.add_row(*place, Text(_shown(row["before"] or "")[-TEXT:]), Text(text), row["change"], *numbers)
     return table
 
 
@@ -128,9 +119,9 @@ def _completions(rows: Sequence[Mapping[str, Any]]) -> Table:
     )
     for row in rows[:ROWS]:
         reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
-        shares = share(row["share_run"]), share(row["share_replay"])
+        shares = fine_share(row["share_run"]), fine_share(row["share_replay"])
         table.add_row(
-            f"{row['row']}", f"{row['group']}", reward, f"{row['tokens']:,}", *shares, Text(plain(row["text"])[-TEXT:])
+            f"{row['row']}", f"{row['group']}", reward, f"{row['tokens']:,}", *shares, Text(_shown(row["text"])[-TEXT:])
         )
     return table
 
@@ -154,14 +145,5 @@ def _nats(value: float | None) -> str:
     return "an unknown distance" if value is None else f"{value:.3g} nats per token"
 
 
-def _words(cause: str) -> str:
-    return "has a gradient" if cause in ("active", "held") else cause.replace("_", " ")
-
-
-def plain(text: str) -> str:
-    """A text on one line, with what a terminal would obey escaped.
-
-    >>> plain("a\\n\\x1b[31mb")
-    'a\\\\n\\\\x1b[31mb'
-    """
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+def _shown(text: str) -> str:
+    return one_line(text, "\\n")

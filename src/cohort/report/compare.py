@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.report.history import RunHistory, flat
+from cohort.report.files import flat
+from cohort.report.history import RunHistory
 from cohort.runs.checkpoints import LOOP, ROLLOUT, UPDATES, saved_identity
 from cohort.runs.tensors import read_tensors
 

@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from cohort.report.history import MAX_NUMBER, RunHistory
+from cohort.report.files import MAX_NUMBER
+from cohort.report.history import RunHistory
 from cohort.report.series import Group, interval, positions
 from cohort.statistics import Estimate, Floats, compare, paired_t, welch_t
 

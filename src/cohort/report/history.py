@@ -10,39 +10,39 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
-from cohort.errors import RunFolderError
+from cohort.report.files import (
+    DAMAGE,
+    flat,
+    inside,
+    is_inside,
+    json_object,
+    read_file,
+    reason,
+    run_folder,
+    toml_table,
+)
 
 MAX_LINE = 1 << 22
 """Bytes of a line of a .jsonl file. Longer lines are left out."""
-MAX_FILE = 1 << 24
-"""Bytes of a file that is read whole. Larger files are left out."""
 MAX_LINES_FILE = 1 << 30
 """Bytes that are read of a .jsonl file: 250,000 steps. The rest is left out."""
-MAX_DEPTH = 50
-"""Nested tables of settings and JSON. Deeper ones are left out."""
 MAX_STEP = 2**53
 """Steps are below this, so that they are exact as float64 and in JavaScript."""
-MAX_NUMBER = 1e100
-"""Numbers of JSON are below this, or None: so that their squares and sums are finite too."""
+NUMBERS = {int, float, type(None)}
 LINES_AT_ONCE = 500
 SHOWN_DAMAGE = 5
 """Damaged lines of a file that are named."""
 TABLE = re.compile(r"step-(0|[1-9][0-9]{0,15})(?:-(.+))?\.parquet")
 CHECKPOINT = re.compile(r"step-(0|[1-9][0-9]{0,15})")
-MARKS = ("config.toml", "metrics.jsonl", "starts.jsonl", "summary.json")
-"""A folder with one of these files is a run folder."""
 DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
 HUGE = (b"e000", b"0" * 100)
 """After ``DIGITS``, and without plus signs, one of these is in every line with a number of ``MAX_NUMBER`` or more."""
-DAMAGE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
-"""What reading a damaged file raises."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,64 +144,6 @@ class RunHistory:
             return None
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """The JSON object in a text; numbers that are NaN or not below ``MAX_NUMBER`` become None.
-
-    Raises:
-        ValueError: it is not JSON, something else than an object, or nested deeper than ``MAX_DEPTH``.
-        RecursionError: it is nested deeper than Python reads.
-    """
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"expected a JSON object, got {type(found).__name__}")
-    return {key: _plain(value, _finite) for key, value in found.items()}
-
-
-def toml_table(text: str) -> dict[str, Any]:
-    """The table in a TOML file in types of JSON: dates as text. Floats may be infinite.
-
-    Raises:
-        ValueError: it is not TOML, or nested deeper than ``MAX_DEPTH``.
-        RecursionError: it is nested deeper than Python reads.
-    """
-    return {key: _plain(value, _scalar) for key, value in tomllib.loads(text).items()}
-
-
-def flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
-    """The entries of nested tables, with names like ``section.key``."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{name}{key}.")
-        else:
-            yield f"{name}{key}", value
-
-
-def run_folder(path: str | Path) -> Path:
-    """The path of a folder that holds a run.
-
-    Raises:
-        RunFolderError: it does not exist, or holds none.
-    """
-    folder = Path(path).expanduser()
-    try:
-        if folder.is_file() and folder.name in MARKS:
-            raise RunFolderError(f"{folder} is a file of a run: give its folder, {folder.parent}")
-        if not folder.is_dir():
-            found = "is not a folder" if folder.exists() else "does not exist"
-            raise RunFolderError(f"{folder} {found}: expected a run folder")
-        if any((folder / name).exists() for name in MARKS):
-            return folder
-        runs = sorted(one.name for one in islice(folder.iterdir(), 1000) if (one / "config.toml").is_file())
-    except (OSError, ValueError) as error:  # a null character in the path is a ValueError
-        if isinstance(error, RunFolderError):
-            raise
-        raise RunFolderError(f"cannot read the run folder {str(path)!r}: {error}") from None
-    above = folder.parent.parent
-    hint = f" It holds the runs {', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}." if runs else ""
-    hint = hint or (f" Its run is {above}." if (above / "config.toml").is_file() else "")
-    raise RunFolderError(f"{folder} is not a run folder: it has none of {', '.join(MARKS)}.{hint}")
-
-
 class _Reader:
     """Reads the files of a folder, and collects what is absent or damaged."""
 
@@ -217,7 +159,7 @@ class _Reader:
         except FileNotFoundError:
             self.absent.append(f"{name} is missing: {without}")
         except DAMAGE as error:
-            self.damaged.append(f"{name} cannot be read: {_reason(error)}")
+            self.damaged.append(f"{name} cannot be read: {reason(error)}")
         return None
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -225,17 +167,14 @@ class _Reader:
         found: dict[int, dict[str, Any]] = {}
         reasons: list[tuple[int, str]] = []
         for number, line in self.lines("metrics.jsonl", "no step is complete yet"):
-            step = line.get("step")
-            if type(step) is not int or not 0 <= step < MAX_STEP:
-                reasons.append((number, f"expected a step, got {step!r:.40}"))
+            metrics, problem = step_metrics(line)
+            if problem:
+                reasons.append((number, problem))
+            if metrics is None:
                 continue
-            if set(map(type, line.values())) - {int, float, type(None)}:
-                unusable = [key for key, value in line.items() if type(value) not in (int, float, type(None))]
-                reasons.append((number, f"{unusable[0]!r:.60} is not a number"))
-                line = {key: value for key, value in line.items() if key not in unusable}  # noqa: PLW2901
-            if step in found:
-                reasons.append((number, f"step {step} was written before; this line counts"))
-            found[step] = line
+            if metrics["step"] in found:
+                reasons.append((number, f"step {metrics['step']} was written before; this line counts"))
+            found[metrics["step"]] = metrics
         self._damaged_lines("metrics.jsonl", reasons)
         return [found[step] for step in sorted(found)]
 
@@ -258,7 +197,7 @@ class _Reader:
         except FileNotFoundError:
             self.absent.append(f"{name} is missing: {without}")
         except OSError as error:
-            self.damaged.append(f"{name} cannot be read: {_reason(error)}")
+            self.damaged.append(f"{name} cannot be read: {reason(error)}")
         self._damaged_lines(name, reasons)
         return found
 
@@ -277,13 +216,13 @@ class _Reader:
             folder = inside(self.folder, self.folder / kind, directory=True)
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    linked = entry.is_symlink() and not _is_inside(self.folder, Path(entry.path))
+                    linked = entry.is_symlink() and not is_inside(self.folder, Path(entry.path))
                     if not linked and (entry.is_file() if files else entry.is_dir()):
                         yield entry.name, folder / entry.name
         except FileNotFoundError:
             return
         except OSError as error:
-            self.damaged.append(f"{kind}/ cannot be read: {_reason(error)}")
+            self.damaged.append(f"{kind}/ cannot be read: {reason(error)}")
 
     def _damaged_lines(self, name: str, reasons: list[tuple[int, str]]) -> None:
         self.damaged += [f"{name}, line {number}: {text}" for number, text in reasons[:SHOWN_DAMAGE]]
@@ -291,36 +230,20 @@ class _Reader:
             self.damaged.append(f"{name}: {len(reasons) - SHOWN_DAMAGE} more damaged lines")
 
 
-def _is_inside(folder: Path, path: Path) -> bool:
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+def step_metrics(line: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """The numbers of a line of ``metrics.jsonl``, None if it has no step, and what is wrong with it, in words."""
+    step = line.get("step")
+    if type(step) is not int or not 0 <= step < MAX_STEP:
+        return None, f"expected a step, got {step!r:.40}"
+    if not set(map(type, line.values())) - NUMBERS:
+        return line, ""
+    unusable = [key for key, value in line.items() if type(value) not in NUMBERS]
+    return {key: line[key] for key in line if key not in unusable}, f"{unusable[0]!r:.60} is not a number"
 
 
-def inside(folder: Path, path: Path, *, directory: bool = False) -> Path:
-    """The path, if it is an ordinary file of the folder, or a folder in it.
-
-    Raises:
-        OSError: it is something else: a pipe would block, a link could lead to any file of the account.
-    """
-    if not _is_inside(folder, path):
-        raise OSError("it leads out of the run folder")
-    if not path.exists():
-        raise FileNotFoundError("it is missing")
-    if not (path.is_dir() if directory else path.is_file()):
-        raise OSError(f"it is not a {'folder' if directory else 'file'}")
-    return path
-
-
-def read_file(folder: Path, name: str) -> bytes:
-    """The bytes of a file of a run folder.
-
-    Raises:
-        OSError: it is missing, no ordinary file, larger than ``MAX_FILE``, or leads out of the folder.
-    """
-    with inside(folder, folder / name).open("rb") as file:
-        text = file.read(MAX_FILE + 1)
-    if len(text) > MAX_FILE:
-        raise OSError(f"it is larger than {MAX_FILE:,} bytes")
-    return text
+def read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The JSON objects in the complete lines of a file; damaged lines are left out."""
+    return [one for _, one in _Reader(folder).lines(name, "")]
 
 
 def _complete_lines(path: Path) -> Iterator[bytes | None]:
@@ -357,29 +280,4 @@ def _object(line: bytes | None) -> dict[str, Any] | str:
     try:
         return json_object(line.decode())
     except DAMAGE as error:
-        return _reason(error)
-
-
-def _plain(value: Any, scalar: Callable[[Any], Any], depth: int = 1) -> Any:
-    """Nested dicts and lists with ``scalar`` of what is in them."""
-    if depth > MAX_DEPTH:
-        raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
-    if isinstance(value, dict):
-        return {key: _plain(one, scalar, depth + 1) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_plain(one, scalar, depth + 1) for one in value]
-    return scalar(value)
-
-
-def _finite(value: Any) -> Any:
-    """None for a number that is NaN or not below ``MAX_NUMBER``."""
-    return None if isinstance(value, int | float) and not abs(value) < MAX_NUMBER else value
-
-
-def _scalar(value: Any) -> Any:
-    return value if isinstance(value, str | int | float) else str(value)
-
-
-def _reason(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+        return reason(error)

@@ -9,7 +9,8 @@ from typing import Any
 
 from cohort.config import GRPOConfig, to_toml
 from cohort.report.evidence import Pair, evaluated_at, parts_of, per_prompt
-from cohort.report.history import RunHistory, flat
+from cohort.report.files import flat
+from cohort.report.history import RunHistory
 
 PROMPTS = ("eval_split", "eval_rows", "columns", "prompt_column", "prompt_template", "system_prompt", "format",
     "chat_template", "chat_template_kwargs", "max_prompt_length", "overlong_prompts")  # fmt: skip

@@ -15,13 +15,13 @@ from typing import Any, Literal
 from cohort import terminal
 from cohort.lock import holder, is_written
 from cohort.report.console.groups import binary_rewards, newest_file
-from cohort.report.console.lines import clean, step_line
+from cohort.report.console.lines import step_line
 from cohort.report.console.live import Live, is_live_terminal, newest_checkpoint
 from cohort.report.console.state import RunState
 from cohort.report.console.tail import Tail, read_starts
 from cohort.report.console.view import Moment, as_plain, hanging, view
-from cohort.report.history import DAMAGE, json_object, read_file, run_folder
-from cohort.report.words import duration
+from cohort.report.files import DAMAGE, json_object, read_file, run_folder
+from cohort.report.words import clean, duration
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks at the run."""

@@ -13,7 +13,7 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter
@@ -48,6 +48,8 @@ class BuiltinReward:
         return getattr(importlib.import_module(f"cohort.rewards.{self.module}"), self.name)
 
 
+ALL_SETTINGS = "settings"
+"""Name of the ``**`` parameter that takes any setting. Any other takes columns of the data only."""
 BUILTIN_REWARDS: dict[str, BuiltinReward] = {
     row.name: row
     for row in (
@@ -133,8 +135,9 @@ def resolve_reward(spec: str) -> RewardFunction:
         that none is ever read from a column of the data.
 
     Raises:
-        RewardError: the module, file or function does not exist or is not callable; a setting is unknown, missing or
-            has a wrong value; or the package of a built-in reward is not installed.
+        RewardError: the module, file or function does not exist or is not callable; a setting is unknown (a parameter
+            ``**settings`` takes any), missing or has a wrong value; or the package of a built-in reward is not
+            installed.
 
     >>> resolve_reward("soft_overlong(max_length=1024, buffer=256)").keywords
     {'max_length': 1024, 'buffer': 256}
@@ -146,9 +149,10 @@ def resolve_reward(spec: str) -> RewardFunction:
     if not is_model and ":" not in name:
         raise unknown_reward(name)
     function = RewardModel if is_model else load_function(name, what="reward", error=RewardError)
-    parameters = {p.name: p for p in parameters_of(function)}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        _check_names(name, values, parameters)
+    parameters = {p.name: p.kind for p in parameters_of(function)}
+    if parameters.get(ALL_SETTINGS) is not Parameter.VAR_KEYWORD:  # ``**_`` is for columns, not for settings
+        named = [one for one, kind in parameters.items() if kind is not Parameter.VAR_KEYWORD]
+        _check_names(name, values, named)
     _check_types(function, name, values)
     if is_model:
         return RewardModel(name, **values)
@@ -215,10 +219,11 @@ def _values(call: ast.Call, spec: str) -> dict[str, Any]:
     return values
 
 
-def _check_names(name: str, values: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def _check_names(name: str, values: Collection[str], settings: Collection[str]) -> None:
     for key in values:
         if key not in settings:
-            raise RewardError(f"reward {name} has no setting {key!r}; it has: {', '.join(settings) or 'none'}")
+            hint = did_you_mean(key, settings)
+            raise RewardError(f"reward {name} has no setting {key!r}; it has: {', '.join(settings) or 'none'}{hint}")
 
 
 def _check_types(function: RewardFunction, name: str, values: Mapping[str, Any]) -> None:

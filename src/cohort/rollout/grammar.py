@@ -37,6 +37,9 @@ of a tag, ``[^<]{1,4000}``, about 30 times as fast. They change no mask."""
 _MAX_CACHED = 256
 """Maximum number of cached grammars per tokenizer."""
 
+STRICT_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""The spaces of ``json.dumps``, and no others: a policy that may draw spaces without end never closes its brackets."""
+
 
 class Grammar:
     """A regular expression or a JSON schema over the tokens of one tokenizer. Made by ``Grammar.of``.
@@ -47,9 +50,9 @@ class Grammar:
 
     Regular expressions have Rust's syntax, which is Python's without look-around, back-references and ``\\b``. ``^``
     and ``$`` are allowed at the ends only; ``?`` or ``+`` after a quantifier has no effect; ``\\d`` and ``\\w`` follow
-    Unicode, perhaps in a newer version than Python's. JSON keys have the order of the schema. Whitespace between the
-    parts of JSON is allowed; ``"x-guidance": {"whitespace_flexible": false}`` in the schema forbids it. Schema keywords
-    that cannot be enforced are errors.
+    Unicode, perhaps in a newer version than Python's. JSON keys have the order of the schema. JSON is spaced as
+    ``json.dumps`` does it; ``"x-guidance": {"whitespace_flexible": true}`` in the schema allows any spaces. Schema
+    keywords that cannot be enforced are errors.
 
     A vocabulary without a token for every byte (word lists, small test vocabularies) cannot spell every text. If its
     tokens are whole characters, a regular expression is restricted to texts that can be spelled. A JSON schema is not;
@@ -249,6 +252,9 @@ def _json_source(schema: str) -> str:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"json_schema must be a schema as JSON text, got {schema[:80]!r}: {error}") from error
+    parsed = {} if parsed is True else parsed
+    if isinstance(parsed, dict):
+        parsed = {"x-guidance": STRICT_SPACES, **parsed}
     return f"start: %json {json.dumps(parsed)}\n"
 
 

@@ -88,6 +88,8 @@ class SavedState:
     """Tokens of a pass, which decide the order of sums; 0: unknown."""
     nonfinite_in_a_row: int = 0
     """The last updates that were skipped because they were not finite."""
+    companion: Mapping[str, Any] = field(default_factory=dict)
+    """Of the object that goes along with the run: ``GRPOTrainer.steps``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ def content_of(models: Models, state: SavedState) -> Content:
         "metrics": state.metrics,
         "microbatch_tokens": state.microbatch_tokens,
         "nonfinite_in_a_row": state.nonfinite_in_a_row,
+        "companion": state.companion,
     }
     values = {f"{ROLLOUT}{step}": encode_rollout(rollout) for step, rollout in state.rollouts.items()}
     if state.updates is not None:
@@ -295,6 +298,7 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
         metrics=loop.get("metrics"),
         microbatch_tokens=max(0, int(loop.get("microbatch_tokens", 0))),
         nonfinite_in_a_row=max(0, int(loop.get("nonfinite_in_a_row", 0))),
+        companion=dict(loop.get("companion", {})),
     )
 
 

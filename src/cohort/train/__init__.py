@@ -1,6 +1,7 @@
 """Training: the loop, the step's context, the layout of tokens, the update, the optimizer."""
 
 from cohort.train.adapt import Adaptive
+from cohort.train.companion import Companion
 from cohort.train.context import StepContext
 from cohort.train.guard import NonFiniteLog, check_finite
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, packs, part_of, split_minibatches

@@ -52,6 +52,7 @@ from cohort.train.stop import save_instant, stop_point
 from cohort.train.store import store_step
 from cohort.train.term_norms import term_norms
 from cohort.train.update import NonFinite, update
+from cohort.train.update_metrics import EACH_UPDATE, each_update
 from cohort.types import TokenBatch
 
 
@@ -112,10 +113,11 @@ def run(
 
         with clock("measure"):
             moved = context.within_memory(policy_movement, batch, updates.results, config.report.update_kl_completions)
-        metrics = {"step": step + 1, "time": time.time(), "updates_nonfinite": updates.num_nonfinite}
+        metrics: dict[str, Any] = {"step": step + 1, "time": time.time(), "updates_nonfinite": updates.num_nonfinite}
         metrics |= clock.metrics(rollout.num_tokens) | current.metrics() | moved | updates.term_norms
         metrics |= step_metrics(rollout, batch, updates.results, objective, updates.version_before)
         metrics |= rank_metrics(context.world, updates.results, metrics["seconds/step"]) | memory_metrics(policy.device)
+        metrics[EACH_UPDATE] = each_update(updates, objective)
 
         adaptive.after_step(objective, updates.results, batch.num_sequences)
         move_reference(parts, config, updates.version_before)
@@ -200,10 +202,13 @@ def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, fol
     """
     assert parts.metrics is not None
     step, metrics = parts.complete_steps, parts.metrics
-    last = step == schedule.steps
-    if last or due(step, config.eval.eval_steps):
+    parts.companion.updated(metrics)
+    last, asked = step == schedule.steps, parts.requests.take_evaluate(parts.world)
+    if last or asked or due(step, config.eval.eval_steps):
         metrics |= evaluate_step(parts, trainer_state(schedule, step, parts.cursor), config, folder)
         last |= parts.best.exhausted
+
+    parts.each_update = metrics.pop(EACH_UPDATE, [])
 
     def write() -> bool:
         folder.append_metrics(metrics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, k3, segment_mean
+from cohort.objective import Objective, group_statistics, k3, segment_mean
 from cohort.parallel import World
 from cohort.rewards.scores import Scores
 from cohort.train.context import StepContext
@@ -19,9 +18,9 @@ from cohort.train.logps import token_logps
 from cohort.train.rollout import Rollout
 from cohort.train.texts import text_metrics
 from cohort.train.update import UpdateResult
+from cohort.train.update_metrics import quantile, update_metrics
 from cohort.types import FinishReason, TokenBatch
 
-QUANTILES = (("min", 0.0), ("q001", 0.001), ("q01", 0.01), ("q50", 0.5), ("q99", 0.99), ("q999", 0.999), ("max", 1.0))
 MEASURED_PER_PROMPT = 4
 """Completions of one prompt that ``update_kl`` is measured on before other prompts are used up."""
 
@@ -45,7 +44,7 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     means_R = statistics.mean_P[~statistics.mean_P.isnan()]
     metrics: dict[str, Any] = {
         "reward/mean": _mean(scored_S),
-        "reward/std": float(scored_S.std(correction=0)) if scored_S.numel() else None,
+        "reward/std": _std(scored_S),
         "reward/within_group_std": _mean(statistics.std_P[~statistics.std_P.isnan()]),
         "reward/unscored": int(rewards_S.isnan().sum()),
         "groups/dead_share": float(statistics.degenerate_P.double().mean()),
@@ -56,6 +55,7 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
         own = group_statistics(column_S, group_S, ddof=0)
         metrics[f"rewards/{name}"] = _mean(column_S[~column_S.isnan()])
+        metrics[f"rewards/{name}/std"] = _std(column_S[~column_S.isnan()])
         metrics[f"rewards/{name}/within_group_std"] = _mean(own.std_P[~own.std_P.isnan()])
         metrics[f"rewards/{name}/dead_share"] = float(own.degenerate_P.double().mean())
         metrics[f"rewards/{name}/unscored_share"] = float(column_S.isnan().double().mean())
@@ -79,14 +79,20 @@ def length_metrics(rollout: Rollout) -> dict[str, Any]:
     """Lengths in tokens, end token included, and finish reasons of the usable completions."""
     completions = [completion for completion in rollout.completions if completion.finish_reason.usable]
     lengths = torch.tensor([completion.num_tokens for completion in completions], dtype=torch.float64)
+    ended = [completion.num_tokens for completion in completions if completion.finish_reason is FinishReason.EOS]
     reasons = Counter(completion.finish_reason for completion in completions)
     return {
         "length/mean": float(lengths.mean()),
         "length/min": int(lengths.min()),
         "length/max": int(lengths.max()),
+        "length/ended_mean": sum(ended) / len(ended) if ended else None,
+        "length/ended_min": min(ended, default=None),
+        "length/ended_max": max(ended, default=None),
         "length/cut_share": reasons[FinishReason.LENGTH] / len(completions),
         "length/ended_share": reasons[FinishReason.EOS] / len(completions),
         "completions/errors": rollout.num_errors,
+        "rollout/tokens": sum(len(one.prompt.token_ids) * len(one.completions) for one in rollout.sampled)
+        + rollout.num_tokens,
     }
 
 
@@ -137,143 +143,6 @@ def advantage_metrics(batch: TokenBatch) -> dict[str, Any]:
         "advantage/length_correlation": float((centred_l * centred_a).sum()) / spread if spread else None,
         "length/mean_positive": _mean(lengths_S[mean_S > 0]),
         "length/mean_negative": _mean(lengths_S[mean_S < 0]),
-    }
-
-
-def update_metrics(results: Sequence[UpdateResult], objective: Objective) -> dict[str, Any]:
-    """Metrics of the step's updates: values are means over updates, token statistics are over all updates' tokens."""
-    metrics: dict[str, Any] = {
-        "updates": len(results),
-        "updates_skipped": sum(result.grad_norm == 0 for result in results),
-        "tokens": 0,
-    }
-    if not results:  # every group was left out
-        return metrics
-    whole = results[0].statistics
-    for result in results[1:]:
-        whole = whole + result.statistics
-    metrics |= {
-        "grad_norm": sum(result.grad_norm for result in results) / len(results),
-        "learning_rate": results[-1].learning_rate,
-        "tokens": int(whole.sums["tokens"]),
-    }
-    if objective.entropy:
-        metrics["entropy_coefficient"] = results[-1].entropy_coefficient
-    metrics |= cause_metrics(whole)
-    if not whole.sums["tokens"]:  # every completion is masked
-        return metrics
-    metrics |= value_metrics(whole, len(results), objective) | entropy_metrics(whole) | ratio_metrics(whole)
-    metrics |= sampler_metrics(results[0].statistics) | rule_metrics(whole)
-    if objective.entropy:
-        metrics["entropy_value"] = results[-1].entropy_coefficient * metrics["entropy"]
-    return metrics | (kl_metrics(whole, len(results), objective) if "k1" in whole.sums else {})
-
-
-def value_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> dict[str, Any]:
-    """Values of the objective's terms, and the size of each term's gradient in the coefficients, which a KL over the
-    vocabulary does not have."""
-    over_vocabulary = objective.beta != 0 and objective.kl.estimator == "full"
-    sums = whole.sums
-    energies = sums["policy_energy"], sums["kl_energy"]
-    both = math.sqrt(energies[0] * energies[1])
-    return {
-        "policy_value": sums["policy_value"] / updates,
-        "policy_value_at_ratio_1": sums["policy_value_at_ratio_1"] / updates,
-        "gradient/policy_l1": sums["policy_l1"] / updates,
-        "gradient/kl_l1": None if over_vocabulary else sums["kl_l1"] / updates,
-        "gradient/policy_energy": energies[0] / updates,
-        "gradient/kl_energy": None if over_vocabulary else energies[1] / updates,
-        "gradient/effective_tokens": sums["policy_sizes"] ** 2 / energies[0] if energies[0] else 0.0,
-        "gradient/cosine": sums["cross_energy"] / both if both else None,
-    }
-
-
-def cause_metrics(whole: TokenStatistics) -> dict[str, Any]:
-    """Why tokens have or lack a policy gradient: shares that add up to 1."""
-    causes = [cause.name.lower() for cause in Cause]
-    return {f"tokens/{name}_share": whole.sums[f"cause_{name}"] / whole.sums["all_tokens"] for name in causes}
-
-
-def entropy_metrics(whole: TokenStatistics) -> dict[str, Any]:
-    """The policy's entropy over the vocabulary, and its estimate from the sampled tokens."""
-    sums, tokens = whole.sums, whole.sums["tokens"]
-    metrics: dict[str, Any] = {
-        "entropy": sums["entropy"] / tokens,
-        "entropy/sampled": sums["sampled_entropy"] / sums["known_sampler"] if sums["known_sampler"] else None,
-        "entropy/covariance": sums["logp_advantage"] / tokens - sums["logp"] * sums["advantage"] / tokens**2,
-    }
-    for name, q in (("q05", 0.05), ("q50", 0.5), ("q95", 0.95)):
-        metrics[f"entropy/{name}"] = quantile(whole.values["entropy"], q)
-    return metrics
-
-
-def rule_metrics(whole: TokenStatistics) -> dict[str, Any]:
-    """Share of the tokens and of the sequences on which each mismatch rule acted."""
-    sums, metrics = whole.sums, {}
-    for key, count in sums.items():
-        kind, _, name = key.partition("/")
-        if kind == "rule_tokens":
-            metrics[f"mismatch/{name}/tokens_share"] = count / sums["tokens"]
-        elif kind == "rule_sequences":
-            metrics[f"mismatch/{name}/sequences_share"] = count / sums["sequences"]
-    return metrics
-
-
-def ratio_metrics(whole: TokenStatistics) -> dict[str, Any]:
-    """The ratio to its anchor, over all updates."""
-    sums, tokens = whole.sums, whole.sums["tokens"]
-    metrics: dict[str, Any] = {
-        "ratio/mean": sums["ratio"] / tokens,
-        "ratio/mean_se": standard_error(sums["ratio"], sums["ratio_squared"], tokens),
-        "ratio/held_share": sums["held"] / tokens,
-    }
-    for side in ("above_positive", "above_negative", "below_positive", "below_negative"):
-        metrics[f"ratio/{side}_share"] = sums[side] / tokens
-    for name, q in QUANTILES:
-        metrics[f"ratio/log_{name}"] = quantile(whole.values["log_ratio"], q)
-    for level in ("token", "sequence"):
-        for sign in ("positive", "negative"):
-            count, weight, squared = (sums[f"ess_{level}_{sign}_{part}"] for part in ("n", "w", "w2"))
-            metrics[f"ess/{level}_{sign}"] = weight**2 / (count * squared) if count and squared else None
-    return metrics
-
-
-def sampler_metrics(first: TokenStatistics) -> dict[str, Any]:
-    """Old policy against sampler, over the tokens of the step's first update, before it."""
-    sums, tokens = first.sums, first.sums["tokens"]
-    if not tokens:
-        return {}
-    early, late = tokens - sums["late_tokens"], sums["late_tokens"]
-    drift = sums["rho_k1_late"] / late - (sums["rho_k1"] - sums["rho_k1_late"]) / early if early and late else None
-    metrics: dict[str, Any] = {
-        "sampler/gap": sums["sampler_gap"] / tokens,
-        "sampler/max_gap": first.maxima["sampler_gap"],
-        "sampler/mean_ratio": sums["rho"] / tokens,
-        "sampler/mean_ratio_se": standard_error(sums["rho"], sums["rho_squared"], tokens),
-        "sampler/kl_k1": sums["rho_k1"] / tokens,
-        "sampler/kl_k3": sums["rho_k3"] / tokens,
-        "sampler/kl_k1_drift": drift,
-        "sampler/unlikely_sequences_share": sums["unlikely_sequences"] / sums["sequences"],
-    }
-    for name, q in QUANTILES:
-        metrics[f"sampler/log_ratio_{name}"] = quantile(first.values["log_rho"], q)
-    return metrics
-
-
-def kl_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> dict[str, Any]:
-    """The KL to the reference."""
-    sums, tokens = whole.sums, whole.sums["tokens"]
-    return {
-        "beta": objective.beta,
-        "kl_value": sums["kl_value"] / updates,
-        "kl/k1": sums["k1"] / tokens,
-        "kl/k1_se": standard_error(sums["k1"], sums["k1_squared"], tokens),
-        "kl/k3": sums["k3"] / tokens,
-        "kl/k3_se": standard_error(sums["k3"], sums["k3_squared"], tokens),
-        "kl/max_gap": whole.maxima["kl_gap"],
-        "kl/held_share": sums["kl_held"] / tokens,
-        "kl/forward_coefficient": sums["forward_coefficient"] / tokens,
-        "kl/top_share": sums["kl_top"] / sums["kl_l1"] if sums["kl_l1"] else None,
     }
 
 
@@ -328,22 +197,9 @@ def _few_prompts(batch: TokenBatch, sequences: Sequence[int], count: int) -> lis
     return sorted([s for some in ordered for s in some][:count])
 
 
-def quantile(values: Tensor, q: float) -> float | None:
-    """The smallest value that at least a share ``q`` of all values does not exceed; None without values. Works for any
-    number of values (``torch.quantile`` fails above 2^24)."""
-    if not values.numel():
-        return None
-    rank = min(values.numel(), max(1, math.ceil(q * values.numel())))
-    return float(values.kthvalue(rank).values)
-
-
-def standard_error(total: float, squared: float, count: float) -> float | None:
-    """Standard error of a mean, from the sum of the values and of their squares."""
-    if count < 2:
-        return None
-    mean = total / count
-    return math.sqrt(max(0.0, squared / count - mean**2) / (count - 1))
-
-
 def _mean(values: Tensor) -> float | None:
     return float(values.mean()) if values.numel() else None
+
+
+def _std(values: Tensor) -> float | None:
+    return float(values.std(correction=0)) if values.numel() else None

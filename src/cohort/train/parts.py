@@ -18,6 +18,7 @@ from cohort.rollout import Engine, Sampler
 from cohort.runs import Models, SavedState, StoredRollout, random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.ahead import Ahead
+from cohort.train.companion import Companion
 from cohort.train.memory import TokenBudget
 from cohort.train.optim import Optimizer
 from cohort.train.progress import Updates
@@ -63,6 +64,8 @@ class TrainerParts:
     """Told of each step's rollout before its updates: the step, counted from 1, rollout, and tokens with advantages."""
     evaluated: Callable[[int, Mapping[str, Evaluation], Mapping[str, Any]], None] = _nothing
     """Told of each evaluation: complete steps, the evaluations by set, and their metrics."""
+    companion: Companion = field(default_factory=Companion)
+    """Goes along on every rank."""
 
     # Where the run is: what a checkpoint of any instant holds besides models, optimizer and ``adaptive``.
 
@@ -77,6 +80,8 @@ class TrainerParts:
     """The last updates that were skipped."""
     metrics: dict[str, Any] | None = None
     """The metrics of the last complete step, until it is evaluated and they are written."""
+    each_update: list[dict[str, Any]] = field(default_factory=list)
+    """The metrics of each update of the last complete step."""
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
     """What a stopped run has sampled and scored of its next rollout, by step."""
     saved_instant: tuple[Any, ...] | None = None
@@ -139,6 +144,7 @@ class TrainerParts:
             self.metrics,
             self.budget.tokens,
             self.nonfinite_in_a_row,
+            self.companion.state_dict(),
         )
 
     def restore(self, state: SavedState, best_record: dict[str, Any] | None) -> None:
@@ -159,6 +165,7 @@ class TrainerParts:
                 self.pending.append(Ahead.stored(step, rollout))
         if self.updates or (self.pending and self.pending[0].step == state.step and not self.pending[0].in_background):
             self.current = self.pending.popleft()
+        self.companion.load_state_dict(state.companion)
         self.saved_instant = self.instant
 
     def wants_stop(self) -> bool:

@@ -18,7 +18,6 @@ from cohort.rewards.names import BUILTIN_REWARDS
 
 def recorded(
     config: GRPOConfig,
-    *,
     model: Any = None,
     reward_funcs: Any = None,
     train_dataset: Any = None,

@@ -1,4 +1,4 @@
-"""Requests to a run, from signals or from Python: stop, or write a checkpoint."""
+"""Requests to a run, from signals or from Python: stop, write a checkpoint, or evaluate."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Requests:
     """End the run, with a checkpoint."""
     save: bool = False
     """Write a checkpoint, and go on."""
+    evaluate: bool = False
+    """Evaluate after the step in progress."""
     reason: str = "stop()"
     """What asked to stop: the name of a signal."""
     met: bool = False
@@ -36,6 +38,11 @@ class Requests:
         """Look for a request of another process in the run's folder."""
         if self._is_time("folder") and save_requested(folder):
             self.save = True
+
+    def take_evaluate(self, world: World) -> bool:
+        """Whether an evaluation was asked for on any rank. Forgets the request. Every rank must call."""
+        evaluate, self.evaluate = self.evaluate, False
+        return any(world.gather(evaluate))
 
     def wants_stop(self, world: World) -> bool:
         """Whether this rank or another one was asked to stop. Exchanges nothing: ranks sample at their own pace, and

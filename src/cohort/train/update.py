@@ -100,7 +100,9 @@ def update(
         active = active_part(batch, minibatch, context.objective, entropy_coefficient or policy.router_aux_loss_coef)
         masked_N = ~batch.loss_N
         masked = int(masked_N[minibatch.tokens_N].sum()) - int(masked_N[active.tokens_N].sum())
-        idle = TokenStatistics.of_idle(minibatch.num_tokens - active.num_tokens, masked)
+        idle = TokenStatistics.of_idle(
+            minibatch.num_tokens - active.num_tokens, masked, minibatch.num_sequences - active.num_sequences
+        )
         if not active.num_tokens:
             used = Used(minibatch, active, None)
             return UpdateResult(idle, logps_N, 0.0, learning_rate, entropy_coefficient, used=used)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         get_peft_config,
         get_quantization_config,
     )
+    from cohort.trl.config import GRPOConfig
     from cohort.trl.parser import TrlParser
 
 if importlib.util.find_spec("accelerate") is None:

@@ -4,9 +4,9 @@ import pytest
 from rich.cells import cell_len
 
 from cohort.report.console.hints import hint
-from cohort.report.console.lines import clean
 from cohort.report.console.progress import POINTS, RunProgress, Seconds, Series
 from cohort.report.console.view import Moment, as_plain, hanging, view
+from cohort.report.words import clean
 from tests.report.console.made import evaluation, line
 
 NOW = 1000 + 0.3 * 40 + 0.1

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.text import Text
 
 from cohort.errors import RunFolderError
-from cohort.report.console.lines import clean, one_line
 from cohort.report.console.view import wrapped
-from cohort.report.history import TABLE, inside
-from cohort.report.words import number
+from cohort.report.files import inside
+from cohort.report.history import TABLE
+from cohort.report.words import clean, number, one_line
 
 COLUMNS = ("prompt", "completion", "reward", "advantage", "finish_reason", "reward_error", "episode_error")
 MAX_SHOWN = 10_000

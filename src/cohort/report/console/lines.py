@@ -1,15 +1,10 @@
-"""Steps and evaluations in one line each, and foreign text as the terminal shows it."""
+"""Steps and evaluations in one line each."""
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from typing import Any
 
 from cohort.report.words import number, share
-
-DIRECTIONS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Characters that reorder the text around them."""
 
 
 def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
@@ -86,27 +81,3 @@ def split_metric(key: str) -> tuple[str, str]:
     path = key.removeprefix("eval/").removesuffix("/mean")
     head, _, rest = path.partition("/")
     return (head, rest) if rest and head != "rewards" else ("", path)
-
-
-def clean(text: str) -> str:
-    """Text of a completion or a run folder with what a terminal would obey written out: control characters, marks that
-    change the direction of text, and lone surrogates. Line breaks stay, tabs become spaces.
-
-    >>> print(clean("a\\x1b[2Jb\\u202ec\\r\\n\\td"))
-    a\\x1b[2Jb\\u202ec
-        d
-    """
-    text = text.replace("\r\n", "\n").expandtabs(4)
-    if text.isprintable():
-        return text
-    return re.sub(r"[^\n\x20-\x7e]", lambda found: _shown(found[0]), text)
-
-
-def one_line(text: str) -> str:
-    """Cleaned text without line breaks."""
-    return clean(text).replace("\n", " ")
-
-
-def _shown(character: str) -> str:
-    hidden = character in DIRECTIONS or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
-    return character.encode("unicode_escape").decode() if hidden else character

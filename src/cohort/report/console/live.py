@@ -27,11 +27,12 @@ from cohort import terminal
 from cohort.errors import RunFolderError
 from cohort.report.console.groups import ShownGroup, StoredGroups, binary_rewards, group_view, newest_file
 from cohort.report.console.keys import Keys
-from cohort.report.console.lines import clean
 from cohort.report.console.screen import Printed, Screen
 from cohort.report.console.state import RunState
 from cohort.report.console.view import NARROW, Moment, hanging, view
-from cohort.report.history import CHECKPOINT, inside
+from cohort.report.files import inside
+from cohort.report.history import CHECKPOINT
+from cohort.report.words import clean
 
 TICK = 0.25
 """Seconds between two pictures."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cohort.report.console.lines import clean, evaluation_line, number
+from cohort.report.console.lines import evaluation_line
 from cohort.report.console.progress import RunProgress
 from cohort.report.diagnosis import Diagnosis, Finding, health_line, worst
-from cohort.report.history import DAMAGE, read_file, toml_table
+from cohort.report.files import DAMAGE, read_file, toml_table
+from cohort.report.words import clean, number
 
 
 class RunState:

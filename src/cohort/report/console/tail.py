@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cohort.report.history import DAMAGE, MAX_LINE, MAX_STEP, inside, json_object, read_file
+from cohort.report.files import DAMAGE, inside, json_object
+from cohort.report.history import MAX_LINE, MAX_STEP, read_lines, step_metrics
 
 CHUNK = 2**20
 MAX_READ = 64 * CHUNK
@@ -70,10 +71,7 @@ class Tail:
         """The numbers of a line; None if it is damaged or has no step: such lines are left out."""
         with suppress(*DAMAGE):
             if len(line) <= MAX_LINE:
-                metrics = json_object(line.decode())
-                step = metrics.get("step")
-                if type(step) is int and 0 <= step < MAX_STEP:
-                    return {key: one for key, one in metrics.items() if type(one) in (int, float, type(None))}
+                return step_metrics(json_object(line.decode()))[0]
         return None
 
 
@@ -81,15 +79,7 @@ def read_starts(folder: Path) -> tuple[list[int], int | None]:
     """The steps after which processes started or resumed a run, and the steps of the whole run by the last of them;
     None: unknown, as in a run of an earlier version."""
     after, steps = [], None
-    try:
-        lines = read_file(folder, "starts.jsonl").split(b"\n")
-    except OSError:
-        return [], None
-    for line in lines:
-        try:
-            start = json_object(line.decode())
-        except DAMAGE:
-            continue
+    for start in read_lines(folder, "starts.jsonl"):
         if type(step := start.get("step")) is int:
             after.append(step)
         if type(count := start.get("steps")) is int and 0 < count < MAX_STEP:

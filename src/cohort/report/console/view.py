@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from cohort.report.console.hints import hint
-from cohort.report.console.lines import one_line, split_metric
+from cohort.report.console.lines import split_metric
 from cohort.report.console.progress import RunProgress, Series, sparkline
-from cohort.report.words import duration, number, share
+from cohort.report.words import duration, number, one_line, share
 
 NARROW = 60
 """Below this width, labels are shorter."""

@@ -3,7 +3,7 @@
 from cohort.report.diagnosis.causes import CAUSES, why_no_gradient
 from cohort.report.diagnosis.checks import NAMES, not_run
 from cohort.report.diagnosis.diagnosis import Diagnosis, diagnose, worst
-from cohort.report.diagnosis.finding import Finding, Level, plain
+from cohort.report.diagnosis.finding import Finding, Level
 from cohort.report.diagnosis.health import clipped_share, health_line
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "diagnose",
     "health_line",
     "not_run",
-    "plain",
     "why_no_gradient",
     "worst",
 ]

@@ -11,12 +11,15 @@ from cohort.config.report import ThresholdsConfig
 from cohort.report.diagnosis.case import Case
 from cohort.report.diagnosis.checks import CHECKS, Check
 from cohort.report.diagnosis.facts import Facts, thresholds_of
-from cohort.report.diagnosis.finding import Finding, Level, Verdict, plain
+from cohort.report.diagnosis.finding import Finding, Level, Verdict
+from cohort.report.words import one_line
 
 if TYPE_CHECKING:
     from cohort.report.history import RunHistory
 
 log = logging.getLogger("cohort.diagnosis")
+MAX_TEXT = 2000
+"""Characters of a sentence that are kept: names of reward functions come from the run folder."""
 ENDS_AFTER = 5
 """Steps without a verdict, or with milder ones, after which a finding has ceased, or is milder: it does not flicker."""
 
@@ -138,7 +141,7 @@ class _Open:
 
 
 def _finding(check: Check, verdict: Verdict, step: int) -> Finding:
-    found, advice = plain(verdict.found), plain(verdict.advice)
+    found, advice = one_line(verdict.found[:MAX_TEXT]), one_line(verdict.advice[:MAX_TEXT])
     return Finding(check.name, verdict.level, step, found, advice, verdict.numbers, step, metrics=check.metrics)
 
 

@@ -12,8 +12,6 @@ Numbers = Mapping[str, float | int | str | None]
 NAME_WIDTH, TEXT_WIDTH = 19, 80
 NARROWEST = 36
 """Columns of text below which it stands under the name of its check, not beside it."""
-MAX_TEXT = 2000
-"""Characters of a sentence that are kept."""
 
 
 class Level(StrEnum):
@@ -104,15 +102,6 @@ class Finding:
             "worst": self.worst
             and {"level": str(self.worst.level), "step": self.worst.step, "found": self.worst.found},
         }
-
-
-def plain(text: str) -> str:
-    """The text without control characters: names of reward functions come from the run folder.
-
-    >>> plain("reward \\x1b[2Jx")
-    'reward ?[2Jx'
-    """
-    return "".join(one if one.isprintable() else "?" for one in text[:MAX_TEXT])
 
 
 def _steps(count: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cohort.report.history import RunHistory
 from cohort.report.page.sections import number
+from cohort.report.words import cause_words, fine_share
 
 MAX_REPLAYS = 20
 MAX_ROWS = 40
@@ -26,8 +27,8 @@ def text(value: Any) -> str:
 
 
 def share(value: Any) -> str:
-    """A share as a percentage."""
-    return f"{100 * value:.3g}%" if isinstance(value, int | float) and math.isfinite(value) else number(None)
+    """A share as a percentage, as the terminal has it."""
+    return fine_share(value) if isinstance(value, int | float) and math.isfinite(value) else number(None)
 
 
 def one_line(value: Any) -> str:
@@ -41,7 +42,7 @@ def one_line(value: Any) -> str:
 
 def words(value: Any) -> str:
     """The name of a cause or change, as the terminal has it."""
-    return "has a gradient" if value in ("active", "held") else text(value).replace("_", " ")
+    return cause_words(text(value))
 
 
 GRADIENT: tuple[Column, ...] = (

@@ -17,7 +17,8 @@ from typing import Any
 from cohort.config import GRPOConfig, to_toml
 from cohort.errors import RunFolderError
 from cohort.lock import LOCK, Lock
-from cohort.report.history import RunHistory, flat
+from cohort.report.files import flat
+from cohort.report.history import RunHistory
 from cohort.report.page.blocks import MAX_KEY, short
 from cohort.report.words import PHASES, duration
 

@@ -16,7 +16,8 @@ from cohort.errors import ConfigError, RunFolderError
 from cohort.lock import Lock
 from cohort.report.console.tail import Tail
 from cohort.report.diagnosis import Diagnosis, Finding
-from cohort.report.history import RunHistory, flat
+from cohort.report.files import flat
+from cohort.report.history import RunHistory
 from cohort.report.rollouts import StoredStep
 from cohort.report.trackers.kinds import KINDS, check_installed
 from cohort.report.trackers.outlets import Opening, Outlet, open_outlet

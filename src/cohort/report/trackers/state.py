@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from cohort.config.account import account_records
 from cohort.config.secrets import hide_secrets
-from cohort.report.history import json_object
+from cohort.report.files import json_object
 
 ID = re.compile(r"[\w.-]{1,128}")
 MAX_STATE = 1 << 16

@@ -1,0 +1,222 @@
+"""TRL's log: from Cohort's metrics of rollouts and updates to the keys of ``state.log_history``.
+
+TRL logs every ``logging_steps`` updates. A number of a rollout (``reward``, ``completions/...``) belongs to the
+rollout's first update, and an entry has the mean over the rollouts that began in its window; without any, it lacks the
+key. A number of an update (``kl``, ``entropy``, ``clip_ratio/...``) is averaged over the updates of the window.
+``grad_norm`` and ``learning_rate`` are those of the last update. ``DIFFERENCES`` lists what is not as in TRL 1.16.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cohort.config import GRPOConfig
+from cohort.objective import Objective
+from cohort.presets.parts import BatchStd
+from cohort.presets.trust_regions import Cap, PPOClip
+
+Numbers = Mapping[str, float | None]
+
+DIFFERENCES = {
+    "entropy": "over the completions that an update uses: those with advantage 0 are skipped unless a KL, an entropy "
+    "bonus or `top_entropy_quantile` needs them",
+    "kl, entropy, clip_ratio/...": "the mean over the tokens of an update, where TRL averages the means of its "
+    "microbatches; the same with one microbatch in an update",
+    "clip_ratio/low_min, clip_ratio/high_max": "over the completions of an update, where TRL averages the extremes of "
+    "its microbatches",
+    "frac_reward_zero_std": "a group with fewer than two scored completions counts",
+    "completions/...": "without completions that could not be drawn because the logits are NaN",
+    "step_time": "the seconds of a rollout and its updates, divided by the number of updates",
+    "entropy_coef": "the coefficient that the update applied, 0 while the entropy is above `entropy_target`",
+    "vespo/phi_seq_mean, sampling/importance_sampling_ratio/...": "missing; `ratio/...`, `sampler/...` and "
+    "`mismatch/...` take their place",
+    "eval_loss, eval_kl, eval_entropy, eval_reward_std, eval_completions/min_length, ...": "missing: an evaluation "
+    "makes no pass of the loss; `eval/.../low` and `eval/.../high` are confidence intervals",
+}
+"""What is not as in TRL 1.16.0, by key; for docs/trl.md."""
+NOT_LOGGED = ("step", "time")
+"""Metrics of a rollout that do not stand beside TRL's keys: their means mean nothing."""
+
+
+class Window:
+    """The numbers since the last entry of the log.
+
+    Args:
+        config: Cohort's settings.
+        num_tokens: tokens of the rollouts of a resumed run so far (``state.num_input_tokens_seen``).
+    """
+
+    def __init__(self, config: GRPOConfig, num_tokens: int = 0) -> None:
+        self._generations, self._objective = config.rollout.num_generations, config.resolved_objective
+        self._served = config.rollout.engine == "vllm" and bool(self._objective.mismatch)
+        self.num_tokens = num_tokens
+        """Tokens of all rollouts, each completion with its prompt."""
+        self.total_loss, self.updates = 0.0, 0
+        """Sum of the losses of all updates and their number: ``TrainOutput.training_loss`` is the mean."""
+        self._step_time: float | None = None
+        self._of_rollouts: list[dict[str, float | None]] = []
+        self._own: list[Numbers] = []
+        self._of_updates: list[dict[str, float | None]] = []
+
+    def add(self, update: Numbers, rollout: Numbers | None = None) -> None:
+        """Add an update.
+
+        Args:
+            update: its metrics, an item of ``GRPOTrainer.last_updates``; empty if it was skipped because a value was
+                not finite.
+            rollout: the metrics of the rollout whose first update it is, ``GRPOTrainer.last_metrics``.
+        """
+        if rollout is not None:
+            self.num_tokens += int(rollout["rollout/tokens"] or 0)
+            updates = (rollout["updates"] or 0) + (rollout["updates_nonfinite"] or 0)
+            self._step_time = (rollout["seconds/step"] or 0.0) / max(1, updates)
+            self._of_rollouts.append(rollout_keys(rollout, self._objective, self._generations, served=self._served))
+            self._own.append({key: value for key, value in rollout.items() if _stands_beside(key)})
+        found = update_keys(update, self._objective)
+        self.total_loss += found.get("loss") or 0.0
+        self.updates += 1
+        self._of_updates.append(found | {"step_time": self._step_time})
+
+    def entry(self) -> dict[str, float | None]:
+        """TRL's keys since the last entry, with Cohort's own of the rollouts that began since, and start a new window.
+        The caller adds ``epoch`` and ``step``."""
+        means = _means(self._own) | _means(self._of_rollouts) | _means(self._of_updates)
+        if self._own:
+            means["num_tokens"] = self.num_tokens
+        last = self._of_updates[-1] if self._of_updates else {}
+        means |= {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}
+        first = [key for key in ("loss", "grad_norm", "learning_rate") if key in means]
+        self._own, self._of_rollouts, self._of_updates = [], [], []
+        return {key: means[key] for key in [*first, *(key for key in means if key not in first)]}
+
+
+def rollout_keys(
+    metrics: Numbers, objective: Objective, num_generations: int, *, served: bool = False
+) -> dict[str, float | None]:
+    """TRL's keys of a rollout. Standard deviations are divided by n - 1, as there.
+
+    Args:
+        metrics: the metrics of the rollout's step.
+        objective: the objective.
+        num_generations: completions per prompt.
+        served: whether servers sampled and a mismatch rule corrects for it.
+    """
+    completions = int(metrics["groups/sampled"] or 0) * num_generations
+    scored = completions - int(metrics["reward/unscored"] or 0)
+    found: dict[str, float | None] = {
+        "completions/mean_length": metrics["length/mean"],
+        "completions/min_length": metrics["length/min"],
+        "completions/max_length": metrics["length/max"],
+        "completions/clipped_ratio": 1 - (metrics["length/ended_share"] or 0.0),
+        **{f"completions/{part}_terminated_length": metrics[f"length/ended_{part}"] or 0.0 for part in _EXTREMES},
+    }
+    for name in _reward_names(metrics):
+        own = round(completions * (1 - (metrics[f"rewards/{name}/unscored_share"] or 0.0)))
+        found[f"rewards/{name}/mean"] = metrics[f"rewards/{name}"]
+        found[f"rewards/{name}/std"] = unbiased(metrics[f"rewards/{name}/std"], own)
+    found["reward"] = metrics["reward/mean"]
+    found["reward_std"] = unbiased(metrics["reward/std"], scored)
+    found["frac_reward_zero_std"] = zero_std_share(metrics, objective)
+    if "episodes/calls" in metrics:
+        found["tools/call_frequency"] = metrics["episodes/calls"]
+        found["tools/failure_frequency"] = metrics["episodes/failed_call_share"]
+    if served:
+        found["sampling/sampling_logp_difference/mean"] = metrics.get("sampler/gap")
+        found["sampling/sampling_logp_difference/max"] = metrics.get("sampler/max_gap")
+    return found | {key.removeprefix("custom/"): value for key, value in metrics.items() if key.startswith("custom/")}
+
+
+def update_keys(metrics: Numbers, objective: Objective) -> dict[str, float | None]:
+    """TRL's keys of an update. ``loss`` is what TRL minimises: the negative value of the policy term, plus beta times
+    the KL, minus the entropy bonus; 0 if no completion has an advantage."""
+    if not metrics:
+        return {}
+    policy = -(metrics.get("policy_value") or 0.0) + objective.beta * (metrics.get("kl_value_weighted") or 0.0)
+    found: dict[str, float | None] = {"loss": policy}
+    if objective.entropy:
+        coefficient = metrics["entropy_coefficient"] or 0.0
+        found["loss"] = policy - coefficient * (metrics.get("entropy") or 0.0)
+        found |= {"policy_loss": policy, "entropy_coef": coefficient}
+    if objective.beta:
+        found["kl"] = metrics.get("kl/k3_weighted")
+    found["entropy"] = metrics.get("entropy")
+    low, high = metrics.get("clip/low_share", 0.0) or 0.0, metrics.get("clip/high_share", 0.0) or 0.0
+    if isinstance(objective.trust_region, PPOClip):
+        found |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+        found["clip_ratio/low_min"] = metrics.get("clip/low_min", 0.0)
+        found["clip_ratio/high_max"] = metrics.get("clip/high_max", 0.0)
+    elif isinstance(objective.trust_region, Cap):
+        found["cispo_clip_ratio"] = high
+    return found | {key: metrics[key] for key in ("grad_norm", "learning_rate")}
+
+
+def evaluation_keys(metrics: Numbers, name: str = "") -> dict[str, float | None]:
+    """TRL's keys of an evaluation.
+
+    Args:
+        metrics: the metrics of the evaluation: ``eval/...``, or ``eval/NAME/...`` of a named set.
+        name: the set's name; its keys are ``eval_NAME_...``. "": there is one set.
+    """
+    before, after = (f"eval/{name}/", f"eval_{name}_") if name else ("eval/", "eval_")
+    found: dict[str, float | None] = {}
+    for key, value in metrics.items():
+        if not key.startswith(before):
+            continue
+        inner = key.removeprefix(before)
+        if inner in _EVALUATION:
+            found[after + _EVALUATION[inner]] = value
+        elif inner.startswith("rewards/") and inner.endswith("/mean"):
+            found[after + inner] = value
+        elif inner.startswith("custom/"):
+            found[after + inner.removeprefix("custom/")] = value
+    return found
+
+
+def unbiased(std: float | None, count: int) -> float | None:
+    """The standard deviation divided by n - 1, from that divided by n; None for fewer than two numbers.
+
+    >>> unbiased(0.5, 2)
+    0.7071067811865476
+    """
+    return None if std is None or count < 2 else std * math.sqrt(count / (count - 1))
+
+
+def zero_std_share(metrics: Numbers, objective: Objective) -> float | None:
+    """Share of completions in groups with a standard deviation of 0; 0 or 1 where all are divided by that of the
+    batch."""
+    if objective.reward_aggregation == "normalize_sum_normalize":
+        dead = [metrics[f"rewards/{name}/dead_share"] for name in _reward_names(metrics)]
+        return float(all(share == 1 for share in dead))
+    if isinstance(objective.scale, BatchStd):
+        return float((metrics["reward/std"] or 0.0) <= 1e-8)  # torch.isclose, as in TRL
+    return metrics["groups/dead_share"]
+
+
+_EXTREMES = ("mean", "min", "max")
+_EVALUATION = {
+    "reward/mean": "reward",
+    "length/mean": "completions/mean_length",
+    "cut_share/mean": "completions/clipped_ratio",
+}
+
+
+def _reward_names(metrics: Numbers) -> list[str]:
+    end = "/unscored_share"
+    return [key[len("rewards/") : -len(end)] for key in metrics if key.startswith("rewards/") and key.endswith(end)]
+
+
+def _stands_beside(key: str) -> bool:
+    return key not in NOT_LOGGED and not key.startswith("eval/")
+
+
+def _means(entries: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The mean of each key's values over the entries that have it, without None and NaN; None without any."""
+    values: dict[str, list[float]] = {}
+    for entry in entries:
+        for key, value in entry.items():
+            kept = values.setdefault(key, [])
+            if isinstance(value, int | float) and not math.isnan(value):
+                kept.append(value)
+    return {key: sum(kept) / len(kept) if kept else None for key, kept in values.items()}

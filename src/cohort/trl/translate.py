@@ -1,0 +1,252 @@
+"""TRL's arguments as Cohort's settings. Pure: reads no file, loads no model.
+
+``fields.toml`` says in words what this module does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import cohort.config
+from cohort.config import GRPOConfig
+from cohort.errors import ConfigError, did_you_mean
+from cohort.trl import config as face
+from cohort.trl.batch import Batch
+from cohort.trl.fields import setting_fields
+from cohort.trl.objective import objective_settings, one_of
+
+Settings = dict[str, Any]
+
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+    "paged_adamw_32bit": "adamw",
+}
+"""transformers' names of optimizers with Cohort's."""
+EVALUATED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow an evaluation."""
+SAMPLING = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **dict.fromkeys(("min_new_tokens", "min_tokens"), "min_completion_length"),
+    **dict.fromkeys(("stop_strings", "stop"), "stop"),
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
+}
+"""Keys of ``generation_kwargs`` with Cohort's settings."""
+LOADING = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
+"""Keys of ``model_init_kwargs`` without effect."""
+DTYPES = {"bfloat16": "bfloat16", "float32": None, "auto": None}
+
+
+def translate(
+    args: Any,
+    *,
+    world_size: int = 1,
+    num_prompts: int | None = None,
+    given: Mapping[str, Mapping[str, Any]] | None = None,
+) -> GRPOConfig:
+    """Cohort's settings for TRL's arguments.
+
+    Evaluations and checkpoints follow transformers' callbacks (``TrainerControl``), so Cohort's own ``eval_steps`` and
+    ``save_steps`` are 0.
+
+    Args:
+        args: a ``cohort.trl.GRPOConfig``.
+        world_size: processes that train together.
+        num_prompts: prompts of the training data; None: streamed.
+        given: further settings by section, which precede those of ``args``: what other arguments of TRL's trainer
+            become, such as adapters.
+
+    Raises:
+        ConfigError: ``args`` is another object, a field is refused, or fields do not go together.
+        DataError: the data has fewer prompts than one generation.
+    """
+    check_args(args)
+    batch = Batch.of(args, world_size)
+    updates = batch.max_steps(args, num_prompts)
+    settings: Settings = {
+        "model": _model(args),
+        "data": _data(args),
+        "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
+        "vllm": _vllm(args) if args.use_vllm else {},
+        "environment": {"max_turns": _max_turns(args)},
+        "reward": {} if args.reward_weights is None else {"weights": tuple(map(float, args.reward_weights))},
+        "objective": {
+            **objective_settings(args),
+            "num_iterations": batch.num_iterations,
+            "minibatches": batch.minibatches,
+        },
+        "optim": _optim(args, updates),
+        "eval": {"eval_steps": 0, "eval_on_start": args.eval_on_start, "num_generations_eval": _eval_group(args)},
+        "parallel": {"layout": _layout(args), "rank_timeout": float(args.ddp_timeout)},
+        "run": _run(args, batch.rollouts(updates)),
+        "report": {"progress": not args.disable_tqdm},
+    }
+    for section, values in (given or {}).items():
+        settings[section] = {**settings[section], **values}
+    try:
+        return GRPOConfig(**settings)
+    except ConfigError as error:
+        raise ConfigError("\n".join(map(_in_trl_terms, str(error).splitlines()))) from None
+
+
+def check_args(args: Any) -> None:
+    """Check that ``args`` are arguments of this face, and that none is refused.
+
+    Raises:
+        ConfigError: they are not, or a field is refused.
+    """
+    if isinstance(args, cohort.config.GRPOConfig):
+        raise ConfigError("args is Cohort's own GRPOConfig: use cohort.GRPOTrainer, or cohort.trl.GRPOConfig")
+    if not isinstance(args, face.GRPOConfig):
+        kind = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
+        raise ConfigError(f"args is {kind}: expected cohort.trl.GRPOConfig (from cohort.trl import GRPOConfig)")
+    face.check_refused(args)
+
+
+def _in_trl_terms(line: str) -> str:
+    """A line of an error about a setting, with the names of the fields that become it."""
+    setting, colon, text = line.partition(": ")
+    names = setting_fields(setting)
+    return f"{' or '.join(names)}{colon}{text}" if colon and names else line
+
+
+def _model(args: Any) -> Settings:
+    loading = dict(args.model_init_kwargs or {})
+    dtype = str(loading.pop("dtype", None) or loading.pop("torch_dtype", None) or "auto").removeprefix("torch.")
+    loading.pop("torch_dtype", None)
+    compute = DTYPES[one_of("model_init_kwargs['dtype']", dtype, DTYPES)]
+    trusted = bool(args.trust_remote_code or loading.pop("trust_remote_code", False))
+    revision = loading.pop("revision", None)
+    if unknown := sorted(set(loading) - set(LOADING)):
+        raise ConfigError(
+            f"model_init_kwargs has {', '.join(map(repr, unknown))}, which is not supported here: load the model in "
+            "the script and pass it to GRPOTrainer"
+        )
+    settings: Settings = {
+        "precision": compute or ("bfloat16" if args.bf16 else "float32"),
+        "device": "cpu" if args.use_cpu else "auto",
+        "trust_remote_code": trusted,
+        "gradient_checkpointing": bool(args.gradient_checkpointing) and args.device.type != "cpu",
+    }
+    if revision not in (None, "main"):
+        settings["revision"] = revision
+    if args.cast_lm_head_to_fp32:
+        settings["float32_head"] = True
+    if args.router_aux_loss_coef is not None:
+        settings["router_aux_loss_coef"] = float(args.router_aux_loss_coef)
+    return settings
+
+
+def _data(args: Any) -> Settings:
+    settings: Settings = {
+        "order": "shuffled" if args.shuffle_dataset else "sequential",
+        "chat_template_kwargs": args.chat_template_kwargs or {},
+    }
+    if args.max_prompt_length is not None:
+        settings |= {"max_prompt_length": args.max_prompt_length, "overlong_prompts": "truncate_left"}
+    return settings
+
+
+def _rollout(args: Any) -> Settings:
+    settings = {
+        "engine": "vllm" if args.use_vllm else "local",
+        "num_generations": args.num_generations,
+        "max_completion_length": args.max_completion_length,
+        "temperature": float(args.temperature),
+        "top_p": float(args.top_p),
+        "top_k": max(args.top_k or 0, 0),
+        "min_p": float(args.min_p or 0.0),
+        "repetition_penalty": float(args.repetition_penalty),
+        "regex": args.vllm_structured_outputs_regex if args.use_vllm else None,
+    }
+    for name, value in (args.generation_kwargs or {}).items():
+        if name == "do_sample" and value:
+            continue
+        if name not in SAMPLING:
+            raise ConfigError(
+                f"generation_kwargs has {name!r}, which is not supported here{did_you_mean(name, SAMPLING)}; "
+                f"supported: {', '.join(SAMPLING)}"
+            )
+        key = SAMPLING[name]
+        texts = key == "stop" and not isinstance(value, str)
+        settings[key] = tuple(value) if texts else (value,) if key == "stop" else value
+    return settings
+
+
+def _vllm(args: Any) -> Settings:
+    mode = one_of("vllm_mode", args.vllm_mode, ("server", "colocate"))
+    settings: Settings = {"startup_timeout": float(args.vllm_server_timeout), "sleep": args.vllm_enable_sleep_mode}
+    if mode == "server":
+        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        return {**settings, "url": (url,)}
+    options = {
+        "--gpu-memory-utilization": args.vllm_gpu_memory_utilization,
+        "--tensor-parallel-size": args.vllm_tensor_parallel_size,
+        "--max-model-len": args.vllm_max_model_length,
+        "--model-impl": None if args.vllm_model_impl == "vllm" else args.vllm_model_impl,
+        "--dtype": args.vllm_dtype,
+    }
+    arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    if args.vllm_enable_prefix_caching is not None:
+        arguments.append("--enable-prefix-caching" if args.vllm_enable_prefix_caching else "--no-enable-prefix-caching")
+    return {**settings, "start": True, "python": sys.executable, "arguments": tuple(arguments)}
+
+
+def _max_turns(args: Any) -> int:
+    """The turn after the last call counts too; each turn has at least one token."""
+    calls = args.max_tool_calling_iterations
+    return int(args.max_completion_length if calls is None else calls + 1)
+
+
+def _eval_group(args: Any) -> int:
+    return int(args.num_generations_eval or args.num_generations)
+
+
+def _optim(args: Any, updates: int) -> Settings:
+    schedule, rule = str(args.lr_scheduler_type.value), str(args.optim.value)
+    if schedule in EVALUATED_SCHEDULES:
+        raise ConfigError(
+            f"lr_scheduler_type {schedule!r} follows evaluations, which is not supported here: use another"
+        )
+    if rule not in OPTIMIZERS:
+        raise ConfigError(
+            f"optim {rule!r} is not supported here: set one of {', '.join(OPTIMIZERS)}, or pass an optimizer as "
+            "optimizers=(optimizer, None) to GRPOTrainer"
+        )
+    settings: Settings = {
+        "optimizer": OPTIMIZERS[rule],
+        "lr_scheduler_type": schedule,
+        "warmup_steps": 0 if schedule == "constant" else int(args.get_warmup_steps(updates)),
+        "max_grad_norm": float(args.max_grad_norm or 0.0),
+    }
+    if args.lr_scheduler_kwargs:
+        settings["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
+    numbers = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+    return settings | {name: float(getattr(args, name)) for name in numbers}
+
+
+def _layout(args: Any) -> str:
+    """The layout that DeepSpeed's stage or FSDP's strategy stands for."""
+    if args.deepspeed:
+        return layout_of_stage(args.deepspeed)
+    return "full" if args.fsdp else "replicate"
+
+
+def layout_of_stage(deepspeed: Any) -> str:
+    """The layout of a DeepSpeed configuration."""
+    stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if isinstance(deepspeed, Mapping) else 0
+    return ("replicate", "optimizer", "optimizer", "full")[stage]
+
+
+def _run(args: Any, rollouts: int) -> Settings:
+    limit = args.save_total_limit
+    return {
+        "output_dir": args.output_dir,
+        "seed": args.seed,
+        "deterministic": args.full_determinism,
+        "max_steps": max(rollouts, 1),
+        "save_steps": 0,
+        "save_total_limit": limit if limit and limit > 0 else None,
+    }

@@ -1,0 +1,55 @@
+"""What goes along with a run: it is told of updates, asks for evaluations, and its state is in every checkpoint."""
+
+import pytest
+
+from cohort.errors import RunFolderError
+from cohort.train import Companion
+from tests.train.harness import ROWS, make_trainer, metrics_of, same_parameters
+
+SMALL = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "max_steps": 4, "eval_steps": 0}
+
+
+class Counter(Companion):
+    """Counts steps, and asks for an evaluation after the second."""
+
+    def __init__(self, trainer):
+        self.trainer, self.count, self.told = trainer, 0, []
+
+    def updated(self, metrics):
+        self.count += 1
+        self.told.append(metrics["step"])
+        assert not any(key.startswith("eval/") for key in metrics)
+        if metrics["step"] == 2:
+            self.trainer.evaluate_now()
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_state_evaluation_and_checkpoint_between_steps(demo_tokenizer, tmp_path):
+    """A run that a caller left after its second step, with a checkpoint, goes on bit-equal to the one in one go."""
+
+    def make(name):
+        trainer = make_trainer(demo_tokenizer, tmp_path / name, eval_rows=ROWS[:2], eval_on_start=False, **SMALL)
+        return trainer, Counter(trainer)
+
+    straight, whole = make("straight")
+    list(straight.steps(companion=whole))
+    evaluated = [line["step"] for line in metrics_of(tmp_path / "straight") if "eval/reward/mean" in line]
+    assert evaluated == [2, 4]  # asked for, and the last
+
+    broken, companion = make("broken")
+    with pytest.raises(RunFolderError, match="no run to write a checkpoint of"):
+        broken.checkpoint()
+    steps = broken.steps(companion=companion)
+    next(steps), next(steps)
+    assert broken.checkpoint() == tmp_path / "broken" / "checkpoints" / "step-2"
+    assert (broken.checkpoint() / "manifest.json").exists()  # it is written already
+    steps.close()
+    resumed, companion = make("broken")
+    list(resumed.steps(resume=True, companion=companion))
+    assert (companion.count, companion.told, whole.told) == (4, [3, 4], [1, 2, 3, 4])
+    assert same_parameters(straight, resumed)

@@ -1,0 +1,96 @@
+"""``GRPOConfig``: defaults, refusals, old names, and what scripts do with it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+import cohort
+from cohort.errors import ConfigError
+from cohort.trl import GRPOConfig
+from cohort.trl.translate import translate
+
+
+def test_plain_arguments_work_on_a_machine_without_gpu():
+    args = GRPOConfig("out")
+    assert isinstance(args, TrainingArguments)
+    assert (args.bf16, args.generation_batch_size, args.steps_per_generation) == (False, 8, 1)
+    assert args.given == {"output_dir"}
+
+
+def test_a_subclass_is_read_by_the_argument_parser_with_help():
+    @dataclass
+    class MyConfig(GRPOConfig):
+        benchmarks: str = "none"
+
+    parser = HfArgumentParser(MyConfig)
+    (args,) = parser.parse_args_into_dataclasses(
+        ["--output_dir", "out", "--use_cpu", "--num_generations", "4", "--benchmarks", "all", "--warmup_ratio", "0.1"]
+    )
+    assert (args.num_generations, args.benchmarks, args.warmup_steps) == (4, "all", 0.1)
+    assert "rollout.num_generations" in parser.format_help()
+
+
+def test_an_unknown_argument_is_named_with_the_nearest_one():
+    with pytest.raises(ConfigError, match="unknown argument 'num_generation'; did you mean num_generations"):
+        GRPOConfig("out", num_generation=4)
+
+
+def test_the_signature_lists_the_fields():
+    assert {"num_generations", "max_prompt_length", "output_dir"} <= set(inspect.signature(GRPOConfig).parameters)
+
+
+def test_copies_are_equal():
+    args = GRPOConfig("out", num_generations=4, beta=0.1)
+    for other in (copy.deepcopy(args), pickle.loads(pickle.dumps(args)), dataclasses.replace(args)):
+        assert translate(other, num_prompts=100) == translate(args, num_prompts=100)
+
+
+def test_old_names_give_their_values_to_the_present_ones():
+    args = GRPOConfig(
+        "out", evaluation_strategy="epoch", no_cuda=True, vllm_max_model_len=64, vllm_importance_sampling_cap=2.0
+    )
+    assert (args.eval_strategy, args.use_cpu, args.vllm_max_model_length) == ("epoch", True, 64)
+    assert args.vllm_importance_sampling_clip_max == 2.0
+    assert GRPOConfig("out", warmup_ratio=0.1, warmup_steps=5).warmup_steps == 5
+    assert GRPOConfig("out", vllm_device="auto").vllm_device == "auto"
+
+
+def test_errors_of_transformers_are_errors_of_the_settings():
+    with pytest.raises(ConfigError, match="use_cpu"):
+        GRPOConfig("out", bf16=True)
+
+
+def test_a_field_set_afterwards_is_checked_too():
+    args = GRPOConfig("out")
+    args.auto_find_batch_size = True
+    assert "auto_find_batch_size" in args.given
+    with pytest.raises(ConfigError, match="auto_find_batch_size=True is not supported"):
+        translate(args, num_prompts=100)
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(ConfigError, match="Cohort's own GRPOConfig"):
+        translate(cohort.GRPOConfig())
+    with pytest.raises(ConfigError, match="transformers's TrainingArguments: expected cohort.trl.GRPOConfig"):
+        translate(TrainingArguments("out"))
+
+
+def test_without_accelerate_the_import_names_the_extra():
+    code = (
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'accelerate' else find(name, *rest)\n"
+        "import cohort\n"
+        "try: import cohort.trl\n"
+        "except ImportError as error: print(error)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ("cohort.trl needs accelerate, which is not installed: pip install 'cohort-rl[trl]'")

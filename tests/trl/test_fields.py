@@ -1,0 +1,175 @@
+"""Every field has a verdict, and every verdict says the truth."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+from cohort.config import GRPOConfig as Settings
+from cohort.errors import ConfigError
+from cohort.trl import GRPOConfig
+from cohort.trl.config import defaults
+from cohort.trl.fields import FIELDS, RENAMED, of_verdict
+from cohort.trl.translate import translate
+
+DEFAULTS = dict(defaults(GRPOConfig))
+VALUES: dict[str, Any] = {
+    "accelerator_config": {"dispatch_batches": False},
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.9,
+    "ddp_backend": "gloo",
+    "epsilon": 0.1,
+    "per_device_train_batch_size": 16,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "dataloader_multiprocessing_context": "fork",
+    "debug": "underflow_overflow",
+    "deepspeed": {"zero_optimization": {"stage": 3}},
+    "delta": 4.0,
+    "epsilon_high": 0.28,
+    "eval_strategy": "epoch",
+    "evaluation_strategy": "epoch",
+    "fsdp": "full_shard",
+    "generation_kwargs": {"min_new_tokens": 2},
+    "gradient_accumulation_steps": 2,
+    "hub_strategy": "end",
+    "importance_sampling_level": "sequence",
+    "include_for_metrics": ["inputs"],
+    "label_names": ["labels"],
+    "liger_kernel_config": {"rope": True},
+    "log_level": "info",
+    "log_level_replica": "info",
+    "logging_strategy": "no",
+    "loss_type": "grpo",
+    "lr_scheduler_type": "cosine",
+    "model_init_kwargs": {"dtype": "bfloat16"},
+    "multi_objective_aggregation": "normalize_then_sum",
+    "num_generations": 4,
+    "optim": "adamw_8bit",
+    "output_dir": "other",
+    "reward_weights": [0.5, 2.0],
+    "save_strategy": "no",
+    "scale_rewards": "none",
+    "steps_per_generation": 4,
+    "generation_batch_size": 32,
+    "top_entropy_quantile": 0.2,
+    "vllm_mode": "server",
+    "vllm_importance_sampling_mode": "token_mask",
+    "train_sampling_strategy": "sequential",
+    "vllm_model_impl": "transformers",
+    "vllm_structured_outputs_regex": "[0-9]+",
+    "vllm_guided_decoding_regex": "[0-9]+",
+    "warmup_steps": 10,
+    "warmup_ratio": 0.1,
+    "ref_model_mixup_alpha": 0.5,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "transformers_continuous_batching_config": {"max_batch_tokens": 64},
+    "activation_checkpointing_kwargs": {"use_reentrant": False},
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "tf32": False,
+}
+"""A value for each field that is not its default; for the others it follows from the default's type."""
+CONTEXT: dict[str, dict[str, Any]] = {
+    **{key: {"loss_type": "vespo"} for key in ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")},
+    **{key: {"loss_type": "sapo"} for key in ("sapo_temperature_neg", "sapo_temperature_pos")},
+    **{key: {"vllm_mode": "server"} for key in ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")},
+    **{key: {"use_adaptive_entropy": True} for key in ("entropy_coef_delta", "entropy_target")},
+    **{key: {"sync_ref_model": True, "beta": 0.1} for key in ("ref_model_mixup_alpha", "ref_model_sync_steps")},
+    "sync_ref_model": {"beta": 0.1},
+    "use_bias_correction_kl": {"beta": 0.1},
+    "num_iterations": {"epsilon": 0.1},
+    "dataloader_prefetch_factor": {"dataloader_num_workers": 1},
+    "gradient_accumulation_steps": {"steps_per_generation": 2},
+    "bf16": {"use_cpu": True},
+    "bf16_full_eval": {"use_cpu": True},
+    "eval_steps": {"eval_strategy": "steps"},
+}
+"""What else must be set for a field to mean something. Fields of vLLM have ``use_vllm``."""
+NOT_HERE = {
+    "gradient_checkpointing": "on a GPU",
+    "activation_checkpointing": "on a GPU",
+    "fsdp_config": "with fsdp",
+    **dict.fromkeys(("lr_scheduler_kwargs", "cast_lm_head_to_fp32", "entropy_coef_min", "entropy_coef_max"), "soon"),
+}
+"""Fields whose effect cannot be seen in a translation on a CPU."""
+
+
+def is_setting(to: str) -> bool:
+    return to.partition(".")[0] in Settings.model_fields and "." in to
+
+
+def value_of(name: str) -> Any:
+    """A value that is not the field's default."""
+    if name in RENAMED and name not in VALUES:
+        return value_of(RENAMED[name])
+    default = DEFAULTS[name]
+    if name in VALUES:
+        return VALUES[name]
+    match default:
+        case bool():
+            return not default
+        case int() | float():
+            return default + 1
+        case _:
+            kind = next(field.type for field in fields(GRPOConfig) if field.name == name)
+            kinds = str(kind)
+            return True if "bool" in kinds else 5 if "int" in kinds else 0.5 if "float" in kinds else "word"
+
+
+def arguments(name: str) -> dict[str, Any]:
+    vllm = {"use_vllm": True} if "vllm" in name and name != "use_vllm" else {}
+    return {"output_dir": "out", **vllm, **CONTEXT.get(name, {})}
+
+
+@cache
+def without(name: str) -> Settings:
+    return translate(GRPOConfig(**arguments(name)), num_prompts=320)
+
+
+def with_field(name: str) -> Settings:
+    return translate(GRPOConfig(**{**arguments(name), name: value_of(name)}), num_prompts=320)
+
+
+def test_every_field_of_the_class_and_of_transformers_has_a_verdict():
+    assert set(FIELDS) == {field.name for field in fields(GRPOConfig)}
+    assert {field.name for field in fields(TrainingArguments)} <= set(FIELDS)
+
+
+def test_every_setting_that_a_verdict_names_exists():
+    settings = {field.to for field in FIELDS.values() if is_setting(field.to)}
+    assert settings - {"model.float32_head", "optim.lr_scheduler_kwargs"} <= {
+        f"{section}.{key}" for section, table in Settings() for key in type(table).model_fields
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in of_verdict("same") if is_setting(FIELDS[name].to)])
+def test_a_field_with_the_same_meaning_gives_its_value_to_the_setting(name: str):
+    value = attrgetter(FIELDS[name].to)(with_field(name))
+    given = value_of(name)
+    assert value == (tuple(given) if isinstance(given, list) else given)
+
+
+@pytest.mark.parametrize("name", [*of_verdict("translated")])
+def test_a_translated_field_changes_the_setting_that_it_names(name: str):
+    to = FIELDS[RENAMED.get(name, name)].to
+    if FIELDS[RENAMED.get(name, name)].verdict != "translated" or name in NOT_HERE:
+        return
+    place = to.strip("[]")
+    assert attrgetter(place)(with_field(name)) != attrgetter(place)(without(name))
+
+
+@pytest.mark.parametrize("name", of_verdict("no effect"))
+def test_a_field_without_effect_changes_nothing(name: str):
+    assert with_field(name) == without(name)
+
+
+@pytest.mark.parametrize("name", of_verdict("refused"))
+def test_a_refused_field_is_refused_with_what_to_do_instead(name: str):
+    with pytest.raises(ConfigError, match=name) as caught:
+        GRPOConfig(**{**arguments(name), name: value_of(name)})
+    assert FIELDS[name].why in str(caught.value)
