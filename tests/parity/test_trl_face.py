@@ -171,7 +171,8 @@ def test_weights_and_logs(name, model, tmp_path):
     theirs, ours = run(trl_run, case, model, tmp_path / "trl"), run(face_run, case, model, tmp_path / "face")
     assert ours.sampled == theirs.sampled
     assert largest_gap(ours, theirs) < WEIGHTS
-    assert differing(theirs, ours) == {}
+    found = differing(theirs, ours)
+    assert found == {}, found
 
 
 ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
