@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -32,7 +31,7 @@ from cohort.runs import Beginning, Resume, RunFolder, Start, save_merged, save_m
 from cohort.runs.output import closed_on_error, closing, find_folder, log_to
 from cohort.train import Adaptive, Companion, Optimizer, TrainerParts, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
-from cohort.train.inputs import checked_rewards, checked_settings, load_rows, model_name
+from cohort.train.inputs import checked_rewards, checked_settings, chosen_model, load_rows, model_name
 from cohort.train.record import recorded
 from cohort.train.requests import Requests
 from cohort.train.resume import resume as resume_run
@@ -133,7 +132,7 @@ class GRPOTrainer:
         self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
         """The tools and environments; None without."""
         self._engine_setup = EngineSetup(config, self.world)
-        model = config.model.path if model is None else os.fspath(model) if isinstance(model, os.PathLike) else model
+        model = chosen_model(model, config.model)
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
         self.rewards = checked_rewards(reward_funcs, config, objective, self.acting, self.world)

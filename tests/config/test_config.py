@@ -194,7 +194,7 @@ def test_overrides_may_correct_the_file(tmp_path):
 
 OUT_OF_RANGE = {
     **{"temperature": 0, "top_p": 0.0, "min_p": 1.5, "repetition_penalty": 0.0, "stop": [""], "top_k": -1},
-    **{"learning_rate": float("inf"), "adam_beta1": 1.0, "max_grad_norm": 0.0, "seed": -1, "max_steps": 0},
+    **{"learning_rate": float("inf"), "adam_beta1": 1.0, "max_grad_norm": -1.0, "seed": -1, "max_steps": 0},
     **{"pass_at_k": [0], "temperature_eval": -0.1, "confidence": 1.0, "bootstrap_samples": 10, "timeout": 0},
     **{"order": "random", "max_prompt_length": 0, "overlong_prompts": "cut", "ref_model_mixup_alpha": 1.1},
 }
@@ -219,6 +219,10 @@ def test_values_out_of_range(name):
         ({"regex": "a", "json_schema": "{}"}, "regex and rollout.json_schema exclude each other"),
         ({"json_schema": "{"}, "rollout.json_schema: expected a JSON schema, as JSON text"),
         ({"warmup_steps": 3}, "constant_with_warmup"),
+        ({"warmup_steps": 2.5}, "a share of the run's updates below 1, got 2.5"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 1}}, "did you mean num_cycles"),
+        ({"lr_scheduler_kwargs": {"power": 1}}, "has no argument 'power'; it takes none"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "needs lr_scheduler_kwargs with min_lr or min_lr_rate"),
         ({"reward": {"functions": ["a"], "weights": [1.0, 2.0]}}, "2 numbers for 1 functions"),
         ({"kl": {"direction": "k3"}}, "kl.direction: expected 'reverse' or 'forward', got 'k3'"),
         ({"preset": 5}, "preset: input should be a valid string, got 5"),

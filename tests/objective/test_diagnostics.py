@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from cohort.errors import ConfigError
 from cohort.objective import (
     PRESETS,
     Cause,
@@ -424,6 +425,19 @@ def test_the_entropy_coefficient_moves(coefficient, measured, expected):
     bonus = EntropyBonus(target=0.2, step=0.005)
     assert next_entropy_coefficient(bonus, coefficient, measured) == pytest.approx(expected, abs=1e-18)
     assert next_entropy_coefficient(EntropyBonus(coefficient=0.3), 0.3, measured) == 0.3
+
+
+def test_the_entropy_coefficient_stays_within_its_bounds():
+    bonus = EntropyBonus(target=0.2, step=0.005, minimum=0.002, maximum=0.012)
+    assert next_entropy_coefficient(bonus, 0.01, 0.1) == 0.012
+    assert next_entropy_coefficient(bonus, 0.004, 0.3) == 0.002
+    assert next_entropy_coefficient(bonus, 0.5, 0.3) == 0.495  # as in TRL, a fall has no maximum
+    for settings, message in (
+        ({"coefficient": 0.1, "maximum": 1.0}, "set entropy.target"),
+        ({"target": 0.1, "minimum": 0.5, "maximum": 0.2}, "is below entropy.minimum"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PRESETS["default"].replace(entropy={"rule": "entropy", **settings})
 
 
 def test_the_entropy_bonus_counts_only_at_or_below_its_target():

@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaConfig
 
-from cohort.config import LoraConfig
-from cohort.errors import ModelError, RewardError
+from cohort.config import LoraConfig, ModelConfig
+from cohort.errors import ConfigError, ModelError, RewardError
 from cohort.policy import Precision, load_tokenizer, read_config
 from cohort.policy.adapters import add_adapters
 from cohort.policy.files import check_attention
 from cohort.policy.load import load_model
 from cohort.rewards.model import RewardModel
+from cohort.train.inputs import chosen_model
 from tests.conftest import DEMO_MODEL, tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
@@ -167,3 +168,24 @@ def test_adapters_from_strangers(folder, tmp_path):
     saved.write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):
         load(adapter)
+
+
+def test_a_revision_of_a_hub_model_is_the_folder_of_its_snapshot(tmp_path, monkeypatch):
+    # A cache of the hub in which only the revision is: nothing is downloaded.
+    cached = tmp_path / "models--someone--tiny"
+    folder = cached / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "v1.0").write_text(folder.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    settings = ModelConfig(path="someone/tiny", revision="v1.0")
+    assert chosen_model(None, settings) == str(folder)
+    assert chosen_model("someone/tiny", settings) == str(folder)
+    assert chosen_model(None, ModelConfig(path="someone/tiny")) == "someone/tiny"
+    with pytest.raises(ModelError, match="cannot load revision 'v2.0' of 'someone/tiny'"):
+        chosen_model(None, ModelConfig(path="someone/tiny", revision="v2.0"))
+    with pytest.raises(ModelError, match="is a folder: unset it"):
+        chosen_model(tmp_path, settings)
+    with pytest.raises(ConfigError, match="an object in memory"):
+        chosen_model(object(), settings)

@@ -73,6 +73,9 @@ def test_a_schedule_that_depends_on_the_end_counts():
     (change,) = setting_changes(before, now)
     assert change.refused
     assert "the learning rate's schedule (cosine) depends on the end of the run" in change.words
+    shares = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}
+    (change,) = setting_changes(*(GRPOConfig(max_steps=steps, **shares) for steps in (3, 4)))
+    assert change.refused
 
 
 @pytest.mark.parametrize(

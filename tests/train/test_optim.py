@@ -1,15 +1,19 @@
 """The optimizers: learning rates, clipping, weight decay and states, against values by hand and torch's AdamW."""
 
 import copy
+import inspect
 import json
 import sys
 
 import pytest
 import torch
 from torch import nn
+from transformers import SchedulerType
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from cohort.config import OptimConfig
-from cohort.errors import ModelError, NonFiniteError, RunFolderError
+from cohort.config.optim import SCHEDULES
+from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError
 from cohort.runs.tensors import read_tensors, write_tensors
 from cohort.train import Optimizer
 from tests.conftest import tiny_llama
@@ -43,6 +47,57 @@ def test_rates_by_hand(schedule, rates):
         assert optimizer.rules[0].param_groups[0]["lr"] == optimizer.learning_rate
         one_step(module, optimizer)
     assert seen == pytest.approx([0.1 * rate for rate in rates], rel=1e-5)
+
+
+def rates_of(updates, **settings):
+    """The learning rate of each update, as a share of the peak."""
+    module = model()
+    optimizer = Optimizer(module, OptimConfig(learning_rate=0.1, **settings), updates)
+    found = []
+    for _ in range(updates):
+        found.append(optimizer.learning_rate / 0.1)
+        one_step(module, optimizer)
+    return pytest.approx(found, abs=1e-6)
+
+
+def test_a_share_of_warm_up_is_rounded_up():
+    whole = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.3}
+    assert rates_of(8, **whole) == [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1]
+    assert OptimConfig(**whole).warmup_of(10) == 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "rates"),
+    [
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2}, [1, 0.882843, 0.6, 0.317157]),
+        ("polynomial", {"lr_end": 0.05, "power": 1.0}, [1, 0.875, 0.75, 0.625]),
+        ("cosine_with_restarts", {"num_cycles": 2}, [1, 0.5, 1, 0.5]),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "decay_type": "linear"}, [1, 1, 1, 0.5]),
+    ],
+)
+def test_schedules_with_arguments(schedule, arguments, rates):
+    assert rates_of(4, lr_scheduler_type=schedule, lr_scheduler_kwargs=arguments) == rates
+
+
+def test_the_arguments_of_each_schedule_are_transformers_own():
+    for name, known in SCHEDULES.items():
+        parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters
+        others = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+        assert set(known) == parameters.keys() - others, name
+
+
+def test_arguments_that_the_schedule_refuses_are_an_error():
+    config = OptimConfig(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 1.0})
+    with pytest.raises(ConfigError, match=r"optim.lr_scheduler_kwargs: .*lr_end"):
+        Optimizer(model(), config, 4)
+
+
+def test_without_a_maximum_no_gradient_is_scaled():
+    module = model()
+    optimizer = Optimizer(module, OptimConfig(learning_rate=0.1, max_grad_norm=0), 1)
+    norm = one_step(module, optimizer, scale=100.0)
+    assert norm == pytest.approx(torch.sqrt(sum((p.grad**2).sum() for p in module.parameters())).item(), rel=1e-6)
+    assert norm > 10
 
 
 def test_steps_equal_those_of_torch():

@@ -11,13 +11,13 @@ from cohort.config.load import (
     to_toml,
     with_settings,
 )
+from cohort.config.optim import OptimConfig
 from cohort.config.report import ReportConfig, ThresholdsConfig
 from cohort.config.schema import (
     EnvironmentConfig,
     EvalConfig,
     LoraConfig,
     ModelConfig,
-    OptimConfig,
     ParallelConfig,
     RewardConfig,
     RolloutConfig,

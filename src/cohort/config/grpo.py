@@ -16,6 +16,7 @@ from cohort.config import schema
 from cohort.config.data import DataConfig
 from cohort.config.names import SettingNames
 from cohort.config.objective import ObjectiveConfig
+from cohort.config.optim import OptimConfig
 from cohort.config.report import ReportConfig
 from cohort.config.section import Section, explain_errors, setting_paths, suggestion
 from cohort.config.vllm import VLLMConfig
@@ -44,7 +45,7 @@ class GRPOConfig(Section):
     environment: schema.EnvironmentConfig = schema.EnvironmentConfig()
     reward: schema.RewardConfig = schema.RewardConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    optim: schema.OptimConfig = schema.OptimConfig()
+    optim: OptimConfig = OptimConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
     parallel: schema.ParallelConfig = schema.ParallelConfig()
     run: schema.RunConfig = schema.RunConfig()

@@ -64,6 +64,8 @@ class ModelConfig(Section):
 
     path: PathName = ""
     """A Hugging Face causal language model: a folder or a hub id. In Python, pass the `model` argument instead."""
+    revision: str = ""
+    """Branch, tag or commit of a hub id. Empty: the newest of the main branch."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Compute precision. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in bfloat16 over
     them. "auto" is bfloat16 where the hardware is faster with it (CUDA, CPUs with AMX, and CPUs with AVX512-BF16 from a
@@ -235,37 +237,6 @@ class RewardConfig(Section):
     completion at a time."""
     max_concurrent: PositiveInt = 256
     """Maximum number of concurrent async calls."""
-
-
-class OptimConfig(Section):
-    """The optimizer."""
-
-    optimizer: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
-    """"adamw_8bit" keeps AdamW's state in 8 bits (bitsandbytes, in the extra "quantized"); "adafactor" keeps one row
-    and one column per matrix, and uses none of `adam_*`; "muon" orthogonalises the updates of the layers' matrices,
-    scaled to AdamW's size, and uses AdamW for embeddings, head and vectors."""
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """Peak learning rate."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay, on matrices only."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the gradient's running mean."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of the squared gradient's running mean."""
-    adam_epsilon: PositiveFloat = 1e-8
-    """Added to the root of the squared gradient's mean."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Maximum gradient norm; larger gradients are scaled down to it."""
-    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"] = "constant"
-    """Schedule after the warm-up, by transformers' names."""
-    warmup_steps: Count = 0
-    """Updates over which the learning rate rises: update k has k/warmup_steps of the peak."""
-    microbatch_tokens: PositiveInt | None = None
-    """Maximum number of tokens in one forward and backward pass. Affects memory only: the gradient is the same. Unset:
-    what half of the free memory holds, at most 1,024 on a CPU and 16,384 on CUDA. Halved when memory runs out."""
-    max_nonfinite_updates: PositiveInt = 3
-    """An update with non-finite log-probabilities, coefficients or gradient is skipped, and its batch is written to
-    nonfinite/ in the run folder. This many in a row stop the run."""
 
 
 class ParallelConfig(Section):

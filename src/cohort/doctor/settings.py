@@ -87,9 +87,9 @@ def check_optimizer(config: GRPOConfig, updates: int, trained: int) -> list[Find
             f"destroys most models of this size{usual}",
             "lower optim.learning_rate",
         )
-    if optim.warmup_steps >= updates:
+    if (warmup := optim.warmup_of(updates)) >= updates:
         check.warn(
-            f"optim.warmup_steps is {optim.warmup_steps}, and the run has {updates} updates: the learning rate reaches "
+            f"optim.warmup_steps is {warmup}, and the run has {updates} updates: the learning rate reaches "
             "its peak with the last one or never",
             "lower optim.warmup_steps",
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from cohort.presets.parts import KL, EntropyBonus
 
 
@@ -29,7 +31,7 @@ def next_beta(kl: KL, beta: float, measured: float, completions: int) -> float:
 
 def next_entropy_coefficient(bonus: EntropyBonus, coefficient: float, measured: float) -> float:
     """The entropy bonus's weight after an update: larger by ``step`` if the entropy is at most the target, else smaller
-    by ``step``, but not below 0.
+    by ``step``. A rise ends at ``maximum``, a fall at ``minimum``.
 
     Source: Skywork-OR1 (arXiv 2505.22312).
 
@@ -38,7 +40,9 @@ def next_entropy_coefficient(bonus: EntropyBonus, coefficient: float, measured: 
     """
     if bonus.target is None:
         return coefficient
-    return max(0.0, coefficient + (bonus.step if measured <= bonus.target else -bonus.step))
+    if measured <= bonus.target:
+        return min(coefficient + bonus.step, math.inf if bonus.maximum is None else bonus.maximum)
+    return max(coefficient - bonus.step, bonus.minimum)
 
 
 def applied_entropy_coefficient(bonus: EntropyBonus | None, coefficient: float, measured: float | None) -> float:

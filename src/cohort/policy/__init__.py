@@ -9,6 +9,7 @@ from cohort.policy.load import (
     check_loading,
     context_length,
     end_token_ids,
+    folder_of_revision,
     load_model,
     load_tokenizer,
     read_config,

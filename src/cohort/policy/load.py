@@ -28,6 +28,8 @@ from cohort.policy.files import (
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 """A folder with a tokenizer has one of these."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+"""Files of a hub model that are downloaded for a revision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +339,26 @@ def _check_folder(path: str) -> str:
     if looks_local and not Path(expanded).is_dir():
         raise ModelError(f"no model folder {path}")
     return expanded if looks_local else path
+
+
+def folder_of_revision(model: str, revision: str, *, allow_pickled_weights: bool = False) -> str:
+    """The folder of a hub model's snapshot, which is downloaded if it is not there.
+
+    Args:
+        model: hub id.
+        revision: branch, tag or commit.
+        allow_pickled_weights: download pickled weights too.
+
+    Raises:
+        ModelError: ``model`` is a folder, or there is no such revision.
+    """
+    from huggingface_hub import snapshot_download
+
+    if Path(_check_folder(model)).is_dir():
+        raise ModelError(f"model.revision chooses a revision of a hub id, and {model} is a folder: unset it")
+    patterns = [*MODEL_FILES, "*.bin"] if allow_pickled_weights else [*MODEL_FILES]
+    with _errors(f"cannot load revision {revision!r} of {model!r}", model):
+        return str(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
 
 @contextlib.contextmanager

@@ -300,11 +300,19 @@ class EntropyBonus(Part):
     """Adaptive: the coefficient rises by ``step`` after an update whose entropy is at most this and falls otherwise;
     the bonus counts only while the entropy is at most this. Unset: the coefficient stays."""
     step: Positive = 0.005
+    minimum: Weight = 0.0
+    """The coefficient does not fall below this."""
+    maximum: Positive | None = None
+    """The coefficient does not rise above this. Unset: it has no bound."""
 
     def problems(self) -> Iterator[str]:
-        """Require a coefficient or a target."""
+        """Require a coefficient or a target, and bounds in order that have an effect."""
         if self.coefficient == 0 and self.target is None:
             yield "entropy has no effect with coefficient 0 and no target: set entropy.coefficient, or entropy 'none'"
+        if self.target is None and (self.minimum or self.maximum is not None):
+            yield "entropy.minimum and entropy.maximum bound an adaptive coefficient: set entropy.target"
+        if self.maximum is not None and self.maximum < self.minimum:
+            yield f"entropy.maximum ({self.maximum:g}) is below entropy.minimum ({self.minimum:g})"
 
     def words(self) -> str:
         """The bonus, and how its weight moves."""
@@ -313,5 +321,10 @@ class EntropyBonus(Part):
             return text
         return (
             f"{text}; the weight moves by {self.step:g} an update, up while the entropy is at most {self.target:g}, "
-            "else down, and counts only then"
+            f"else down{self._bounds()}, and counts only then"
         )
+
+    def _bounds(self) -> str:
+        if self.maximum is not None:
+            return f", within [{self.minimum:g}, {self.maximum:g}]"
+        return f", not below {self.minimum:g}" if self.minimum else ""

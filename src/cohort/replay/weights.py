@@ -33,6 +33,7 @@ from cohort.train import (
     policy_logps,
     update,
 )
+from cohort.train.inputs import chosen_model
 from cohort.train.logps import token_logps
 from cohort.train.term_norms import term_gradients
 
@@ -132,7 +133,9 @@ def _initial_model(run: Path, config: GRPOConfig) -> str:
     if not config.model.path or "model" in start.missing:
         raise NoWeightsError("the run's initial model was given in Python, so its settings do not name it (model.path)")
     folder = start.working_directory(run)
-    return str(folder / config.model.path) if folder and (folder / config.model.path).is_dir() else config.model.path
+    if folder and (folder / config.model.path).is_dir():
+        return str(folder / config.model.path)
+    return str(chosen_model(None, config.model))
 
 
 def _policy(name: str, config: GRPOConfig) -> Policy:

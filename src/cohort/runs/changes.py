@@ -34,9 +34,6 @@ COMPARED_BY_FACTS = {"model.path", "data.train", "reward.functions", "environmen
 """Settings that are names. The facts say whether what they name is the same."""
 NEVER = {"optim.optimizer"}
 """Settings that the state in a checkpoint does not fit when they change."""
-ENDING_SCHEDULES = ("linear", "cosine")
-"""Learning-rate schedules that depend on the number of updates of the whole run."""
-
 HASHED = {"prompts": "the prompts", "columns": "the data's columns", "code": "the code", "model": "the model"}
 """Facts that are hashes, and what they are hashes of."""
 REFUSED = {*HASHED, "rewards", "tools", "precision", "versions"}
@@ -95,7 +92,7 @@ def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = T
             continue  # given in Python, without a name
         harmless = key in MAY_CHANGE_ON_RESUME | by_facts or key.partition(".")[0] in MAY_CHANGE_ON_RESUME
         words = f"the run has {_shown(before)}, now {_shown(after)}"
-        if key in ("run.max_steps", "run.num_epochs") and now.optim.lr_scheduler_type in ENDING_SCHEDULES:
+        if key in ("run.max_steps", "run.num_epochs") and now.optim.depends_on_the_end:
             words += f"; the learning rate's schedule ({now.optim.lr_scheduler_type}) depends on the end of the run"
             harmless = False
         found.append(Change(key, words, not harmless))

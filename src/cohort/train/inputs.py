@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from cohort.config import GRPOConfig, Schedule
+from cohort.config import GRPOConfig, ModelConfig, Schedule
 from cohort.data import Data, check_held_out, load_data, load_sets
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
 from cohort.errors import ConfigError, DataError, ModelError
 from cohort.objective import Objective
 from cohort.parallel import World
+from cohort.policy import folder_of_revision
 from cohort.presets.parts import GroupMean
 from cohort.rewards import RewardRunner
 
@@ -20,6 +22,17 @@ def checked_settings(args: GRPOConfig | None) -> GRPOConfig:
     if not isinstance(args, GRPOConfig | None):
         raise ConfigError(f"args must be a cohort.GRPOConfig, got {type(args).__name__}")
     return GRPOConfig() if args is None else args
+
+
+def chosen_model(given: Any, config: ModelConfig) -> Any:
+    """The model that the trainer is given, or ``model.path``: an object, a folder or a hub id; the folder of its
+    snapshot if ``model.revision`` is set."""
+    model = config.path if given is None else os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not config.revision:
+        return model
+    if not isinstance(model, str):
+        raise ConfigError("model.revision chooses a revision of a hub id, and the model is an object in memory")
+    return folder_of_revision(model, config.revision, allow_pickled_weights=config.allow_pickled_weights)
 
 
 def model_name(model: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.config import OptimConfig
-from cohort.errors import ModelError, NonFiniteError, RunFolderError
+from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError
 from cohort.parallel import Layout, Replicate
 from cohort.policy.finite import check_finite_weights
 from cohort.runs import fill
@@ -29,6 +30,7 @@ class Optimizer:
 
     Raises:
         ModelError: nothing of the model requires a gradient, or the optimizer's library is not installed.
+        ConfigError: the schedule refuses its arguments.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, num_updates: int, layout: Layout | None = None) -> None:
@@ -40,21 +42,26 @@ class Optimizer:
         self.parameters = list(self.names)
         if not self.parameters:
             raise ModelError("no parameter of the model requires a gradient: there is nothing to train")
-        self.max_grad_norm = config.max_grad_norm
+        self.max_grad_norm = config.max_grad_norm or math.inf
         self.rules = _rules(model, self.parameters, config)
         """One optimizer, or two where some parameters are not for the one that is named."""
-        schedule = get_scheduler(
-            config.lr_scheduler_type,
-            self.rules[0],
-            num_warmup_steps=config.warmup_steps,
-            num_training_steps=num_updates,
-        )
+        warmup = config.warmup_of(num_updates)
+        arguments = {"num_warmup_steps": warmup, "num_training_steps": num_updates}
+        try:
+            schedule = get_scheduler(
+                config.lr_scheduler_type,
+                self.rules[0],
+                **arguments,
+                scheduler_specific_kwargs=config.lr_scheduler_kwargs,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optim.lr_scheduler_kwargs: {error}") from None
         factor = schedule.lr_lambdas[0]
 
         # transformers' warm-up begins at a rate of exactly 0, which would spend the first rollout on nothing. Here
         # update k of w has k/w of the peak; after the warm-up the schedule is transformers' own.
         def from_one(update: int) -> float:
-            return float(factor(update + 1 if update < config.warmup_steps else update))
+            return float(factor(update + 1 if update < warmup else update))
 
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(rule, from_one) for rule in self.rules]
 

@@ -198,11 +198,13 @@ def check_refused(args: Any) -> None:
     Raises:
         ConfigError: some are not; one line for each, with what to do instead.
     """
-    problems = [
-        f"{name}={getattr(args, name)!r:.80} is not supported here: {field.why}"
-        for name in sorted(args.given if hasattr(args, "_made") else args._given)
-        if (field := FIELDS.get(name)) and field.verdict == "refused" and getattr(args, name) not in (None, "auto")
-    ]
+    problems, known = [], {field.name for field in fields(TrainingArguments)}
+    for name in sorted(args.given if hasattr(args, "_made") else args._given):
+        value, row = getattr(args, name), FIELDS.get(name)
+        if row and row.verdict == "refused" and value not in (None, "auto"):
+            problems.append(f"{name}={value!r:.80} is not supported here: {row.why}")
+        if row is None and name in known:  # of a newer version of transformers
+            problems.append(f"{name}={value!r:.80} is not supported here: leave it unset")
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -24,12 +24,13 @@ def differences(args: Any, config: GRPOConfig, batch: Batch, updates: int) -> st
 
 def _updates(batch: Batch, updates: int) -> list[str]:
     per_rollout, prompts = batch.updates_per_rollout, batch.prompts_per_step // batch.minibatches
+    groups = "1 group" if prompts == 1 else f"{prompts} groups"
     lines = [
         "an update whose gradient is exactly 0 is skipped: it counts in global_step, and the learning-rate schedule "
         "does not advance"
     ]
     if batch.minibatches > 1:
-        lines.insert(0, f"groups stay whole: each update uses {prompts} prompts x {batch.num_generations} completions")
+        lines.insert(0, f"groups stay whole: each update uses {groups} of {batch.num_generations} completions")
     if per_rollout > 1:
         lines.append(
             f"{per_rollout} updates use a rollout: evaluations, checkpoints and the end wait for the last of them"

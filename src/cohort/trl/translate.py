@@ -1,4 +1,4 @@
-"""TRL's arguments as Cohort's settings. Pure: reads no file, loads no model.
+"""TRL's arguments as Cohort's settings. Loads no model, and reads no file but DeepSpeed's.
 
 ``fields.toml`` says in words what this module does.
 """
@@ -15,6 +15,7 @@ from cohort.errors import ConfigError, did_you_mean
 from cohort.trl import config as face
 from cohort.trl.batch import Batch
 from cohort.trl.fields import setting_fields
+from cohort.trl.layout import layout_of
 from cohort.trl.objective import objective_settings, one_of
 
 Settings = dict[str, Any]
@@ -79,7 +80,7 @@ def translate(
         },
         "optim": _optim(args, updates),
         "eval": {"eval_steps": 0, "eval_on_start": args.eval_on_start, "num_generations_eval": _eval_group(args)},
-        "parallel": {"layout": _layout(args), "rank_timeout": float(args.ddp_timeout)},
+        "parallel": {"layout": layout_of(args), "rank_timeout": float(args.ddp_timeout)},
         "run": _run(args, batch.rollouts(updates)),
         "report": {"progress": not args.disable_tqdm},
     }
@@ -125,7 +126,7 @@ def _model(args: Any) -> Settings:
             "the script and pass it to GRPOTrainer"
         )
     settings: Settings = {
-        "precision": compute or ("bfloat16" if args.bf16 else "float32"),
+        "precision": compute or ("bfloat16" if args.bf16 or args.mixed_precision == "bf16" else "float32"),
         "device": "cpu" if args.use_cpu else "auto",
         "trust_remote_code": trusted,
         "gradient_checkpointing": bool(args.gradient_checkpointing) and args.device.type != "cpu",
@@ -212,8 +213,8 @@ def _optim(args: Any, updates: int) -> Settings:
         )
     if rule not in OPTIMIZERS:
         raise ConfigError(
-            f"optim {rule!r} is not supported here: set one of {', '.join(OPTIMIZERS)}, or pass an optimizer as "
-            "optimizers=(optimizer, None) to GRPOTrainer"
+            f"optim {rule!r} is not supported here: set one of {', '.join(OPTIMIZERS)}; Cohort's own trainer also has "
+            "adafactor and muon"
         )
     settings: Settings = {
         "optimizer": OPTIMIZERS[rule],
@@ -225,19 +226,6 @@ def _optim(args: Any, updates: int) -> Settings:
         settings["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     numbers = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     return settings | {name: float(getattr(args, name)) for name in numbers}
-
-
-def _layout(args: Any) -> str:
-    """The layout that DeepSpeed's stage or FSDP's strategy stands for."""
-    if args.deepspeed:
-        return layout_of_stage(args.deepspeed)
-    return "full" if args.fsdp else "replicate"
-
-
-def layout_of_stage(deepspeed: Any) -> str:
-    """The layout of a DeepSpeed configuration."""
-    stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if isinstance(deepspeed, Mapping) else 0
-    return ("replicate", "optimizer", "optimizer", "full")[stage]
 
 
 def _run(args: Any, rollouts: int) -> Settings:

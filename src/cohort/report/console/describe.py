@@ -32,7 +32,8 @@ def describe_run(
     config, optim = schedule.config, schedule.config.optim
     sampling = Sampling.of(config.rollout)
     replayed = f", {'' if config.rollout.replay_sampling else 'not '}replayed in the update" * sampling.reweights
-    warmup = f", {optim.warmup_steps} updates of warm-up" if optim.warmup_steps else ""
+    warmup = f", {optim.warmup_of(schedule.updates)} updates of warm-up" if optim.warmup_steps else ""
+    clipped = f"gradient norm clipped to {optim.max_grad_norm:g}" if optim.max_grad_norm else "gradients not clipped"
     return "\n".join(
         [
             engine.describe_model(),
@@ -44,7 +45,7 @@ def describe_run(
             explain(schedule.objective),
             f"update: {share}{policy.passes.description}; {budget}",
             f"optimizer: {optim.optimizer}, learning rate {optim.learning_rate:g} ({optim.lr_scheduler_type}{warmup}), "
-            f"gradient norm clipped to {optim.max_grad_norm:g}",
+            f"{clipped}",
             schedule.describe(),
             f"seed: {config.run.seed}",
         ]

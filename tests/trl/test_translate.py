@@ -1,0 +1,207 @@
+"""TRL's arguments as Cohort's settings: the objective, sampling, the run, and errors in TRL's terms."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import pytest
+
+from cohort.errors import ConfigError
+from cohort.presets.parts import KL, BatchStd, EntropyBonus, GroupStd, MismatchWeight, OffPolicyMask
+from cohort.presets.trust_regions import SAPO, Cap, Gamma, PPOClip
+from cohort.trl import GRPOConfig
+from cohort.trl.batch import Batch
+from cohort.trl.layout import layout_of
+from cohort.trl.notice import differences
+from cohort.trl.translate import translate
+
+
+def translated(**fields: Any) -> Any:
+    return translate(GRPOConfig("out", **fields), num_prompts=320)
+
+
+def objective(**fields: Any) -> Any:
+    return translated(**fields).resolved_objective
+
+
+@pytest.mark.parametrize(
+    ("loss", "fields", "aggregation", "level", "rule"),
+    [
+        ("grpo", {}, "seq_mean_token_mean", "token", PPOClip(low=0.8, high=1.2)),
+        ("dapo", {"epsilon_high": 0.28}, "token_mean", "token", PPOClip(low=0.8, high=1.28)),
+        ("bnpo", {"delta": 4.0}, "token_mean", "token", PPOClip(low=0.8, high=1.2, dual=4.0)),
+        ("dr_grpo", {"epsilon_high": 0.0}, "constant", "token", PPOClip(low=0.8, high=1.0)),
+        ("luspo", {"importance_sampling_level": "sequence"}, "seq_sum", "sequence_mean", PPOClip(low=0.8, high=1.2)),
+        ("cispo", {"epsilon_high": 5.0}, "token_mean", "token", Cap(low=0.0, high=5.0)),
+        ("sapo", {"sapo_temperature_neg": 1.5}, "seq_mean_token_mean", "token", SAPO(tau_negative=1.5)),
+        ("vespo", {"vespo_k_pos": 1.0}, "token_mean", "sequence_product", Gamma(k_positive=1.0)),
+    ],
+)
+def test_a_loss_is_its_mean_and_its_trust_region(loss, fields, aggregation, level, rule):
+    found = objective(loss_type=loss, **fields)
+    assert (found.aggregation, found.ratio_level, found.trust_region) == (aggregation, level, rule)
+    assert (found.ratio_anchor, found.scale) == ("old", GroupStd(ddof=1, epsilon=1e-4))
+    assert found.aggregation_length == (512 if loss == "dr_grpo" else None)
+
+
+def test_the_other_parts_of_the_objective():
+    assert objective(scale_rewards="batch").scale == BatchStd(of="raw", unit="sample", ddof=1, epsilon=1e-4)
+    assert objective(scale_rewards=False).scale is None
+    gdpo = objective(multi_objective_aggregation="normalize_then_sum", scale_rewards="batch")
+    assert (gdpo.reward_aggregation, gdpo.scale) == ("normalize_sum_normalize", GroupStd(ddof=1, epsilon=1e-4))
+    assert objective(beta=0.1).kl == KL(beta=0.1, direction="reverse", correction="token_ratio")
+    assert objective(beta=0.1, use_bias_correction_kl=False).kl == KL(beta=0.1, direction="forward")
+    assert objective(mask_truncated_completions=True).truncated == "mask"
+    assert objective(off_policy_mask_threshold=0.5).mismatch == (OffPolicyMask(threshold=0.5),)
+    assert objective(entropy_coef=0.01, entropy_target=0.3).entropy == EntropyBonus(coefficient=0.01)
+    adaptive = objective(use_adaptive_entropy=True, entropy_target=0.3, entropy_coef_delta=0.01).entropy
+    assert (adaptive.target, adaptive.step) == (0.3, 0.01)
+
+
+def test_weights_by_the_sampler_only_with_vllm():
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    assert objective().mismatch == ()
+    assert objective(**server).mismatch == (MismatchWeight(level="sequence", mode="mask", low=0.0, high=3.0),)
+    bounds = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": None}
+    found = objective(**server, **bounds, vllm_importance_sampling_mode="token_truncate").mismatch
+    assert found == (MismatchWeight(level="token", mode="truncate", low=0.5, high=math.inf),)
+    vespo = objective(**server, loss_type="vespo")
+    assert (vespo.mismatch, vespo.ratio_anchor) == ((), "sampler")
+
+
+def test_servers_of_vllm():
+    url = translated(use_vllm=True, vllm_mode="server", vllm_server_host="10.0.0.2").vllm.url
+    assert url == ("http://10.0.0.2:8000",)
+    vllm = translated(use_vllm=True, vllm_enable_sleep_mode=True, vllm_max_model_length=4096).vllm
+    assert (vllm.start, vllm.sleep, vllm.python) == (True, True, sys.executable)
+    arguments = "--gpu-memory-utilization 0.3 --tensor-parallel-size 1 --max-model-len 4096"
+    assert vllm.arguments == tuple(arguments.split())
+
+
+def test_the_learning_rate_schedule_has_as_many_updates_as_the_run():
+    found = translated(num_train_epochs=1, warmup_ratio=0.1, lr_scheduler_type="cosine")
+    assert (found.run.max_steps, found.optim.warmup_steps, found.optim.lr_scheduler_type) == (320, 32, "cosine")
+    assert translated(lr_scheduler_type="constant", warmup_steps=5).optim.warmup_steps == 0  # as in TRL
+
+
+def test_keywords_of_sampling_and_of_loading():
+    found = translated(generation_kwargs='{"min_new_tokens": 3, "stop_strings": "</answer>", "do_sample": true}')
+    assert (found.rollout.min_completion_length, found.rollout.stop) == (3, ("</answer>",))
+    found = translated(model_init_kwargs={"torch_dtype": "bfloat16", "attn_implementation": "sdpa"})
+    assert found.model.precision == "bfloat16"
+
+
+def test_other_arguments_precede():
+    args = GRPOConfig("out")
+    assert translate(args, num_prompts=8, given={"model": {"lora": {"rank": 4}}}).model.lora.rank == 4
+
+
+def test_tool_calls_are_turns():
+    assert translated(max_tool_calling_iterations=3).environment.max_turns == 4
+    assert translated().environment.max_turns == 512
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"loss_type": "gspo"}, "loss_type must be one of grpo, bnpo"),
+        ({"loss_type": "dapoo"}, "did you mean dapo"),
+        ({"loss_type": "cispo"}, "set epsilon_high=5.0"),
+        ({"delta": 1.1}, "delta (1.1) must be above 1 + epsilon_high (1.2)"),
+        ({"epsilon": 1.5}, "epsilon must be in [0, 1)"),
+        ({"scale_rewards": "groups"}, "did you mean group"),
+        ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must be above 0"),
+        ({"learning_rate": -1.0}, "learning_rate: input should be greater than or equal to 0"),
+        ({"num_generations_eval": -1}, "num_generations_eval: input should be greater"),
+        ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "follows evaluations"),
+        ({"optim": "lion_8bit"}, "optim 'lion_8bit' is not supported here"),
+        ({"generation_kwargs": {"top_pp": 0.5}}, "generation_kwargs has 'top_pp'"),
+        ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs has 'num_beams'"),
+        ({"model_init_kwargs": {"quantization_config": 1}}, "model_init_kwargs has 'quantization_config'"),
+        ({"model_init_kwargs": {"dtype": "float16"}}, "model_init_kwargs['dtype'] must be one of"),
+        ({"use_vllm": True, "vllm_mode": "servr"}, "did you mean server"),
+        ({"use_vllm": True, "vllm_importance_sampling_clip_max": 0.5}, "must contain 1"),
+    ],
+)
+def test_errors_name_the_fields_of_trl(fields: dict[str, Any], words: str):
+    with pytest.raises(ConfigError) as caught:
+        translated(**fields)
+    assert words in str(caught.value)
+
+
+STAGE_3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables", "expected"),
+    [
+        ({}, {}, "replicate"),
+        ({"deepspeed": STAGE_3}, {}, "full"),
+        ({"deepspeed": json.dumps({"zero_optimization": {"stage": 2}})}, {}, "optimizer"),
+        ({"fsdp": "full_shard auto_wrap"}, {}, "full"),
+        ({"fsdp": "shard_grad_op"}, {}, "optimizer"),
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "full"),
+        ({}, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero.json"}, "full"),
+        ({}, {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, "optimizer"),
+        ({}, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}, "full"),
+    ],
+)
+def test_layouts(fields, variables, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero.json").write_text(json.dumps(STAGE_3))
+    assert layout_of(GRPOConfig("out", **fields), variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"deepspeed": "missing.json"}, "No such file"),
+        ({"deepspeed": {"zero_optimization": {"stage": 9}}}, "expected a configuration"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}}, "offloads"),
+        ({"fsdp": "full_shard offload"}, "offloads"),
+    ],
+)
+def test_layouts_that_are_refused(fields: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        layout_of(GRPOConfig("out", **fields), {})
+
+
+def test_the_launcher_of_deepspeed_starts_no_deepspeed(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    assert translated().parallel.layout == "full"
+
+
+def said(num_prompts: int = 320, **fields: Any) -> str:
+    args = GRPOConfig("out", **fields)
+    batch = Batch.of(args, 1)
+    return differences(args, translate(args, num_prompts=num_prompts), batch, batch.max_steps(args, num_prompts))
+
+
+def test_the_start_says_what_differs_in_this_run():
+    plain = said()
+    for words in ("learning-rate schedule does not advance", "float32", "dropout is off", "unscored", "two rows"):
+        assert words in plain
+    for words in ("groups stay whole", "without effect", "warm-up", "top_p", "in full"):
+        assert words not in plain
+    several = said(
+        per_device_train_batch_size=8,
+        steps_per_generation=4,
+        num_iterations=2,
+        max_steps=20,
+        top_p=0.9,
+        warmup_steps=4,
+        dataloader_num_workers=2,
+        dataloader_prefetch_factor=2,
+        use_liger_loss=True,
+    )
+    assert "groups stay whole: each update uses 1 group of 8 completions" in several
+    assert "8 updates use a rollout" in several
+    assert "max_steps 20 ends within a rollout, which is used in full: 24 updates" in several
+    assert "update k of 4 has k/4 of the rate" in several
+    assert "without effect: dataloader_num_workers, dataloader_prefetch_factor (prompts come from no" in several
+    assert "without effect: use_liger_loss" in several
