@@ -26,7 +26,7 @@ from cohort.types import Completion, FinishReason, Group, Prompt
 
 from .oracle import trl
 
-TEXTS = ["1+2=", "13+4=", "7*2=", "25-8=", "6*3+1=", "9-4="]
+TEXTS = ["1+2=", "13+4=", "7*2=", "25-8=", "6*3+1=", "9-4=", "8+7=", "3*3=", "2+2=", "40-2="]
 LIMIT = 8
 COMMON: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
