@@ -207,7 +207,8 @@ class GRPOTrainer:
 
     def _resume_hint(self) -> contextlib.AbstractContextManager[None]:
         run = "" if self.started_by.needed(adapters=self.args.model.lora.wanted) else self.summary.get("output_dir", "")
-        return with_resume_hint(run, show=self._prints and self._found is None)
+        how = f"cohort resume {run}" if run else "the same script and train(resume='auto')"
+        return with_resume_hint(how, show=self._prints and self._found is None)
 
     def stop(self) -> None:
         """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
@@ -222,8 +223,7 @@ class GRPOTrainer:
         self._requests.evaluate = True
 
     def checkpoint(self) -> Path:
-        """Write a checkpoint, for a caller of ``steps`` between two of them; return its folder once it is complete.
-        Every rank must call."""
+        """Write a checkpoint between two of the ``steps``; return its folder once it is complete. Every rank calls."""
         if self.folder is None or self._parts is None:
             raise RunFolderError("there is no run to write a checkpoint of: it begins with train() or steps()")
         save_instant(self._parts, self.folder, wait=True)

@@ -54,17 +54,16 @@ def save_instant(parts: TrainerParts, folder: RunFolder, *, wait: bool = False) 
 
 
 @contextmanager
-def with_resume_hint(run: str, *, show: bool) -> Iterator[None]:
+def with_resume_hint(how: str, *, show: bool) -> Iterator[None]:
     """Add to ``Stopped`` how to continue the run that the block trains.
 
     Args:
-        run: the run folder; empty if it does not name all that the run was begun with.
+        how: to continue the run.
         show: whether to print it: Python prints nothing of a script that ends with a code.
     """
     try:
         yield
     except Stopped as stopped:
-        how = f"cohort resume {run}" if run else "the same script and train(resume='auto')"
         stopped.text += f"; continue with {how}"
         if show:
             print(f"cohort: {stopped}", file=sys.stderr)

@@ -8,6 +8,7 @@ key. A number of an update (``kl``, ``entropy``, ``clip_ratio/...``) is averaged
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -55,6 +56,7 @@ class Window:
         """Tokens of all rollouts, each completion with its prompt."""
         self.total_loss, self.updates = 0.0, 0
         """Sum of the losses of all updates and their number: ``TrainOutput.training_loss`` is the mean."""
+        self._shown: set[str] = set()
         self._step_time: float | None = None
         self._of_rollouts: list[dict[str, float | None]] = []
         self._own: list[Numbers] = []
@@ -79,12 +81,28 @@ class Window:
         self.updates += 1
         self._of_updates.append(found | {"step_time": self._step_time})
 
+    def without_own(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """An entry of the log, of training or evaluation, with TRL's keys only."""
+        others = ("epoch", "eval_", "train_")
+        return {key: value for key, value in entry.items() if key in self._shown or key.startswith(others)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, in types of JSON."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``state_dict``."""
+        for name in _STATE:
+            setattr(self, name, copy.deepcopy(state[name]))
+
     def entry(self) -> dict[str, float | None]:
         """TRL's keys since the last entry, with Cohort's own of the rollouts that began since, and start a new window.
         The caller adds ``epoch`` and ``step``."""
-        means = _means(self._own) | _means(self._of_rollouts) | _means(self._of_updates)
+        means = _means(self._of_rollouts) | _means(self._of_updates)
         if self._own:
             means["num_tokens"] = self.num_tokens
+        self._shown = set(means)
+        means = _means(self._own) | means
         last = self._of_updates[-1] if self._of_updates else {}
         means |= {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}
         first = [key for key in ("loss", "grad_norm", "learning_rate") if key in means]
@@ -194,6 +212,7 @@ def zero_std_share(metrics: Numbers, objective: Objective) -> float | None:
     return metrics["groups/dead_share"]
 
 
+_STATE = ("num_tokens", "total_loss", "updates", "_step_time", "_of_rollouts", "_own", "_of_updates")
 _EXTREMES = ("mean", "min", "max")
 _EVALUATION = {
     "reward/mean": "reward",

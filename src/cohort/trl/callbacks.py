@@ -1,0 +1,204 @@
+"""transformers' callbacks in a run of Cohort: what they are told of each update, and what they ask for.
+
+Callbacks are called on every rank after the updates of a rollout, once for each update and in transformers' order, with
+the weights after the rollout. ``should_log`` is obeyed at the update; ``should_evaluate``, ``should_save`` and
+``should_training_stop`` at the end of the rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import CallbackHandler as Handler
+from transformers.trainer_callback import DefaultFlowCallback as DefaultFlow
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+
+from cohort.errors import ConfigError
+from cohort.train import Companion
+from cohort.train.update_metrics import EACH_UPDATE
+from cohort.trl.logs import Window
+
+log = logging.getLogger("cohort.trl")
+NEVER_CALLED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_predict")
+"""Methods for moments that a run of Cohort does not stop at, or does not have."""
+
+
+class Progress(ProgressCallback):  # type: ignore[misc]  # transformers has no types
+    """A progress bar that prints TRL's part of an entry of the log, without Cohort's own keys.
+
+    Args:
+        window: the log's.
+    """
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self._window = window
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        """Print an entry."""
+        super().on_log(args, state, control, logs=self._window.without_own(logs), **more)
+
+
+class Printer(PrinterCallback):  # type: ignore[misc]
+    """Prints TRL's part of an entry of the log, where there is no progress bar; see ``Progress``."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        """Print an entry."""
+        super().on_log(args, state, control, logs=self._window.without_own(logs), **more)
+
+
+def handler_of(
+    args: Any, callbacks: Sequence[Any] | None, model: Any, tokenizer: Any, optimizer: Any, window: Window
+) -> Handler:
+    """A handler of transformers with its default callbacks, those of the trackers in ``report_to``, and the given ones.
+
+    Raises:
+        ConfigError: one is no callback of transformers.
+    """
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    for callback in callbacks or ():
+        check_callback(callback)
+    own = [DefaultFlow, *get_reporting_integration_callbacks(args.report_to), *(callbacks or ())]
+    handler = Handler(own, model, tokenizer, optimizer.rules[0], optimizer.schedules[0])
+    handler.add_callback((Printer if args.disable_tqdm else Progress)(window))
+    return handler
+
+
+def check_callback(callback: Any) -> None:
+    """Check that a callback is one of transformers; log a warning for methods of it that are never called.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not issubclass(kind, TrainerCallback):
+        raise ConfigError(
+            f"callbacks: expected objects or classes of transformers.TrainerCallback, got {kind.__name__}; callbacks "
+            "of Cohort go to cohort.GRPOTrainer"
+        )
+    unheard = [name for name in NEVER_CALLED if getattr(kind, name) is not getattr(TrainerCallback, name)]
+    if unheard and not kind.__module__.startswith("transformers."):
+        log.warning("callback %s: %s is never called here (docs/trl.md)", kind.__name__, " and ".join(unheard))
+
+
+class Events(Companion):
+    """Tells the callbacks of a ``cohort.trl.GRPOTrainer`` what happens in its run. Its state is part of every
+    checkpoint.
+
+    Args:
+        trainer: the trainer.
+        window: the log's.
+        updates_per_rollout: optimizer updates of a rollout, skipped ones included.
+        updates_per_epoch: of an epoch.
+    """
+
+    def __init__(self, trainer: Any, window: Window, updates_per_rollout: int, updates_per_epoch: int) -> None:
+        self._of = weakref.ref(trainer)  # the run's parts hold this object: no cycle
+        self.window, self.updates_per_rollout, self._per_epoch = window, updates_per_rollout, updates_per_epoch
+        self.evaluate = self.save = self.stop = False
+        """What the callbacks have asked for at the end of the rollout."""
+        self._rollouts = self._logged = 0
+
+    def updated(self, metrics: Mapping[str, Any]) -> None:
+        """The updates of a rollout are made: tell the callbacks of each."""
+        trainer = self._of()
+        assert trainer is not None
+        if metrics["step"] > self._rollouts:  # else the run was stopped in the evaluation that follows, and resumed
+            self._rollouts = metrics["step"]
+            self.evaluate = self.save = self.stop = False
+            if metrics["step"] == 1 and (before := trainer.core.summary.get("eval_before")):
+                trainer.evaluated(before)
+            each, rollout = metrics[EACH_UPDATE], {key: one for key, one in metrics.items() if key != EACH_UPDATE}
+            for number in range(self.updates_per_rollout):
+                self._update(trainer, each[number] if number < len(each) else {}, None if number else rollout)
+        if self.evaluate and trainer.core.evaluator is not None:
+            trainer.core.evaluate_now()
+
+    def _update(self, trainer: Any, update: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
+        state, handler = trainer.state, trainer.callback_handler
+        if state.global_step % self._per_epoch == 0:
+            trainer.control = handler.on_epoch_begin(trainer.args, state, trainer.control)
+        trainer.control = handler.on_step_begin(trainer.args, state, trainer.control)
+        state.global_step += 1
+        state.epoch = state.global_step / self._per_epoch
+        self.window.add(update, rollout)
+        state.num_input_tokens_seen = self.window.num_tokens
+        trainer.control = handler.on_step_end(trainer.args, state, trainer.control)
+        self._obey(trainer)
+        if state.global_step % self._per_epoch == 0 or state.global_step == state.max_steps:
+            trainer.control = handler.on_epoch_end(trainer.args, state, trainer.control)
+            self._obey(trainer)
+
+    def _obey(self, trainer: Any) -> None:
+        """Log if it is asked for, and remember what else is."""
+        control = trainer.control
+        if control.should_epoch_stop:
+            raise ConfigError("should_epoch_stop is not supported here: set should_training_stop, which ends the run")
+        if control.should_log and trainer.state.global_step > self._logged:
+            self._logged = trainer.state.global_step
+            trainer.log(self.window.entry())
+            control = trainer.control
+        self.evaluate |= control.should_evaluate
+        self.save |= control.should_save
+        self.stop |= control.should_training_stop
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of transformers' trainer and of its callbacks, and what is to be logged."""
+        trainer = self._of()
+        assert trainer is not None
+        return {
+            "state": state_of(trainer),
+            "window": self.window.state_dict(),
+            "rollouts": self._rollouts,
+            "logged": self._logged,
+            "wanted": [self.evaluate, self.save, self.stop],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``state_dict``.
+
+        Raises:
+            ConfigError: the run was not begun by ``cohort.trl``.
+        """
+        trainer = self._of()
+        assert trainer is not None
+        if not state:
+            raise ConfigError("the run was not begun with cohort.trl: continue it with 'cohort resume'")
+        fresh = trainer.state
+        trainer.state = restored = TrainerState(**state["state"])
+        for name in ("max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs"):
+            setattr(restored, name, getattr(fresh, name))  # as the arguments have them now
+        for name in ("is_local_process_zero", "is_world_process_zero"):
+            setattr(restored, name, getattr(fresh, name))
+        _restore_callbacks(trainer.callback_handler, restored.stateful_callbacks)
+        self.window.load_state_dict(state["window"])
+        self._rollouts, self._logged = state["rollouts"], state["logged"]
+        self.evaluate, self.save, self.stop = state["wanted"]
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """The state of transformers' trainer with that of its callbacks, in types of JSON: ``trainer_state.json``."""
+    exported = [
+        one for one in [*trainer.callback_handler.callbacks, trainer.control] if isinstance(one, ExportableState)
+    ]
+    values = {field.name: getattr(trainer.state, field.name) for field in fields(TrainerState)}
+    return asdict(TrainerState(**values | {"stateful_callbacks": exported}))
+
+
+def _restore_callbacks(handler: Handler, stored: Mapping[str, Any]) -> None:
+    """Set the attributes of callbacks that keep a state; of several of a class, in their order."""
+    left = {name: list(one) if isinstance(one, list) else [one] for name, one in stored.items()}
+    for callback in handler.callbacks:
+        states = left.get(type(callback).__name__)
+        if isinstance(callback, ExportableState) and states:
+            for name, value in states.pop(0)["attributes"].items():
+                setattr(callback, name, value)

@@ -1,0 +1,78 @@
+"""Checkpoints as transformers names them: ``checkpoint-N`` is a link to Cohort's ``checkpoints/step-K`` after N
+updates, with a ``trainer_state.json``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from cohort.errors import RunFolderError
+from cohort.runs import steps_of, write_atomically
+
+log = logging.getLogger("cohort.trl")
+
+
+def link(folder: Path, checkpoint: Path, state: Mapping[str, Any]) -> Path:
+    """Name a checkpoint of Cohort as transformers does, and write the trainer's state into it. Links to checkpoints
+    that were removed (``save_total_limit``) go.
+
+    Args:
+        folder: the run folder.
+        checkpoint: ``checkpoints/step-K`` in it.
+        state: the trainer's state.
+    """
+    write_atomically(checkpoint / TRAINER_STATE_NAME, json.dumps(state, indent=2, sort_keys=True) + "\n")
+    for other in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        if other.is_symlink() and not other.exists():
+            other.unlink()
+    named = folder / f"{PREFIX_CHECKPOINT_DIR}-{state['global_step']}"
+    with suppress(FileNotFoundError):
+        named.unlink()
+    try:
+        named.symlink_to(checkpoint.relative_to(folder))
+    except OSError as error:
+        log.warning("cannot make the link %s: %s; the checkpoint is %s", named, error, checkpoint)
+        return checkpoint
+    return named
+
+
+def check_resumable(output_dir: str, resume_from: str | bool | os.PathLike[str] | None) -> bool:
+    """Whether a run is to be resumed; a run continues from its newest checkpoint.
+
+    Args:
+        output_dir: ``args.output_dir``.
+        resume_from: the argument of ``train``.
+
+    Raises:
+        RunFolderError: there is no checkpoint, or the one that is named is not the newest of the run.
+    """
+    if not resume_from:
+        return False
+    folder = Path(output_dir).expanduser()
+    newest = max(steps_of(folder / "checkpoints"), default=None)
+    if newest is None:
+        raise RunFolderError(f"no checkpoint to resume from in output_dir {output_dir}")
+    if resume_from is True:
+        return True
+    given, found = Path(resume_from).expanduser(), folder / "checkpoints" / f"step-{newest}"
+    if not given.is_dir():
+        raise RunFolderError(f"resume_from_checkpoint: there is no checkpoint {given}")
+    if not given.resolve().is_relative_to(folder.resolve()):
+        raise RunFolderError(
+            f"resume_from_checkpoint: {given} belongs to another run than output_dir {output_dir}: set output_dir to "
+            "its run to continue that, or pass the checkpoint as model to start a new run with its weights"
+        )
+    if given.resolve() != found.resolve():
+        raise RunFolderError(
+            f"resume_from_checkpoint: {given} is not the newest checkpoint of the run, which is {found}: pass True to "
+            "continue from that, or move the newer ones away"
+        )
+    return True

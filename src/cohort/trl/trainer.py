@@ -1,0 +1,360 @@
+"""``GRPOTrainer`` with TRL's arguments and methods. It translates them and drives ``cohort.GRPOTrainer``, which
+trains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerControl, TrainerState, set_seed
+from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
+from transformers.trainer_utils import TrainOutput, speed_metrics
+
+import cohort.trainer
+from cohort.errors import ConfigError, RunFolderError, Stopped
+from cohort.report.console.describe import announce
+from cohort.train.stop import with_resume_hint
+from cohort.trl.batch import Batch
+from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
+from cohort.trl.checkpoints import check_resumable, link
+from cohort.trl.given import count_prompts, default_arguments, prepared_model, reward_functions, rows
+from cohort.trl.hub import create_repo, upload, write_card
+from cohort.trl.logs import Window, evaluation_keys
+from cohort.trl.notice import differences
+from cohort.trl.overrides import check_overrides
+from cohort.trl.processes import Processes
+from cohort.trl.translate import check_args, translate
+
+AGAIN = "the same script and train(resume_from_checkpoint=True)"
+"""How to continue a run."""
+TERMS = {"train(resume=True)": "train(resume_from_checkpoint=True)", "run.output_dir": "output_dir"}
+"""Names in errors about the run folder, and TRL's."""
+
+
+class GRPOTrainer:
+    """Trains with GRPO: the arguments and methods of TRL 1.16.0's ``GRPOTrainer``, run by Cohort. docs/trl.md lists the
+    differences.
+
+    Args:
+        model: a folder, a hub id, or a loaded model of transformers or peft.
+        reward_funcs: functions, names of reward models, or loaded reward models; one or a list.
+        args: a ``cohort.trl.GRPOConfig``. None: the defaults, with "MODEL-GRPO" as ``output_dir``.
+        train_dataset: rows with a column ``prompt``.
+        eval_dataset: rows for evaluation, or a dict of named sets.
+        processing_class: the tokenizer. None: the one in the model's folder.
+        reward_processing_classes: tokenizers of the reward models. None: those in their folders.
+        callbacks: transformers' callbacks, objects or classes.
+        optimizers: an optimizer of the model's parameters and its schedule, instead of those of ``args``.
+        quantization_config: how to quantize the model while it is loaded.
+        peft_config: new adapters to train instead of the model's weights.
+        tools: functions that the policy may call.
+        rollout_func: not supported.
+        environment_factory: makes the environment of each completion, or a dict of several by name.
+
+    Raises:
+        CohortError: something is wrong that can be known before training. ``ConfigError`` for arguments.
+    """
+
+    _tag_names = ("cohort", "grpo")
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        check_overrides(cls, GRPOTrainer)
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self.args = args = default_arguments(model) if args is None else args
+        check_args(args)
+        _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
+        set_seed(args.seed)
+        self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
+        count = count_prompts(train_dataset)
+        batch = Batch.of(args, args.world_size)
+        config = translate(args, world_size=args.world_size, num_prompts=count)
+        self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, lambda: self.state)
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.core = cohort.trainer.GRPOTrainer(
+            prepared_model(model, args, config, peft_config, quantization_config),
+            self.reward_funcs,
+            config,
+            self.train_dataset,
+            None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
+            getattr(processing_class, "tokenizer", processing_class) or _tokenizer_of(model, config),
+            tools,
+            environment_factory,
+        )
+        """Cohort's trainer of this run."""
+        self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
+        self.accelerator = Processes(self.core.world, self.core.policy.device)
+        self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
+        window, optimizer = Window(config), self.core.optimizer
+        self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
+        self.hub_model_id: str | None = None
+        if args.push_to_hub and self.is_world_process_zero():
+            self.hub_model_id = create_repo(args)
+        steps = batch.max_steps(args, count)
+        per_epoch = batch.updates_per_epoch(count) if count else steps
+        self._events = Events(self, window, batch.updates_per_rollout, per_epoch)
+        self._set_state(steps, max(1, round(steps / per_epoch)))
+        self._notice = differences(args, config, batch, steps)
+        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
+
+    def _set_state(self, max_steps: int, epochs: int) -> None:
+        args = self.args
+        self.state = TrainerState(
+            max_steps=max_steps,
+            num_train_epochs=epochs,
+            train_batch_size=args.per_device_train_batch_size,
+            is_local_process_zero=self.is_local_process_zero(),
+            is_world_process_zero=self.is_world_process_zero(),
+        )
+        self.state.compute_steps(args, max_steps)
+
+    def train(self, resume_from_checkpoint: str | bool | os.PathLike[str] | None = None) -> TrainOutput:
+        """Train. Returns the number of updates, the mean loss, and the metrics of the run.
+
+        Args:
+            resume_from_checkpoint: continue the run in ``args.output_dir`` from its newest checkpoint. True, or the
+                path of that checkpoint.
+
+        Raises:
+            RunFolderError: ``output_dir`` holds another run, or there is no such checkpoint to continue from.
+            Stopped: a signal came; a checkpoint is written.
+        """
+        resume, started = check_resumable(self.args.output_dir, resume_from_checkpoint), time.time()
+        if self.is_world_process_zero() and self.core.args.report.progress:
+            announce(self._notice)
+        hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
+        with _in_terms_of_trl(), self.core.obeying_signals(), hint:
+            steps = self.core.steps(resume=resume, companion=self._events)
+            first = self.state.global_step
+            self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+            with contextlib.closing(steps), self._state_of_a_stop():
+                for metrics in steps:
+                    self._end_rollout(metrics)
+                    wants_stop = self._events.stop or self.control.should_training_stop
+                    if wants_stop and metrics["step"] < self.core.schedule.steps:
+                        self._link(self.core.checkpoint())
+                        break
+        return self._end(started, first)
+
+    def _end_rollout(self, metrics: Mapping[str, Any]) -> None:
+        """After a rollout's updates and evaluation: tell of the evaluation, and save if it is asked for."""
+        if any(key.startswith("eval/") for key in metrics):
+            self.evaluated(metrics)
+        elif self._events.evaluate and self.eval_dataset is not None:
+            self.evaluate()
+        if self._events.save or self.control.should_save:
+            self._link(self.core.checkpoint())
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _link(self, checkpoint: Path) -> None:
+        if self.is_world_process_zero() and self.core.folder is not None:
+            link(self.core.folder.path, checkpoint, state_of(self))
+
+    @contextlib.contextmanager
+    def _state_of_a_stop(self) -> Iterator[None]:
+        """Name the checkpoint of a run that is stopped as the others."""
+        try:
+            yield
+        except Stopped:
+            folder = self.core.folder
+            if folder is not None and (steps := folder.checkpoint_steps()):
+                self._link(folder.checkpoint(steps[-1]))
+            raise
+
+    def _end(self, started: float, first: int) -> TrainOutput:
+        """The end of a run whose process began after update ``first``."""
+        window, updates = self._events.window, self.state.global_step - first
+        completions = updates * self.core.args.rollout.prompts_per_step * self.core.args.rollout.num_generations
+        samples = completions / self._events.updates_per_rollout
+        metrics = speed_metrics("train", started, num_samples=samples, num_steps=updates)
+        metrics |= {"total_flos": 0.0, "train_loss": window.total_loss / max(1, window.updates)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:  # noqa: ARG002 - TRL's signature
+        """Append an entry to ``state.log_history`` and give it to the callbacks."""
+        logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,  # noqa: ARG002 - TRL's signature
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, Any]:
+        """Sample and score the evaluation prompts with the present weights; return TRL's metrics with Cohort's beside
+        them. Every rank must call.
+
+        Args:
+            eval_dataset: rows, or named sets of rows. None: those given to the trainer.
+            ignore_keys: without effect.
+            metric_key_prefix: "eval" in the names of TRL's metrics.
+        """
+        given, started = self.eval_dataset if eval_dataset is None else rows(eval_dataset), time.time()
+        if given is None:
+            raise ConfigError("evaluate() needs rows: pass eval_dataset to it, or to GRPOTrainer")
+        is_own = eval_dataset is None and self.core.evaluator is not None
+        metrics = self.core.evaluate(None if is_own else given)
+        found = self.evaluated(metrics, given, metric_key_prefix)
+        return {**found, **speed_metrics(metric_key_prefix, started)}
+
+    def evaluated(self, metrics: Mapping[str, Any], given: Any = None, prefix: str = "eval") -> dict[str, Any]:
+        """Log the metrics of an evaluation and tell the callbacks; return what was logged.
+
+        Args:
+            metrics: Cohort's.
+            given: the rows, or named sets of rows. None: those given to the trainer.
+            prefix: "eval" in the names of TRL's metrics.
+        """
+        given = self.eval_dataset if given is None else given
+        found: dict[str, Any] = {}
+        for name in given if isinstance(given, Mapping) else [""]:
+            keys = evaluation_keys(metrics, name)
+            own = {key: value for key, value in metrics.items() if key.startswith(f"eval/{name}/" if name else "eval/")}
+            logs = {f"{prefix}_{key.removeprefix('eval_')}": value for key, value in keys.items()} | own
+            self.log(logs)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
+            found |= logs
+        return found
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write weights, config and tokenizer as transformers loads them; of a model with adapters, the adapters. Every
+        rank must call.
+
+        Args:
+            output_dir: a folder. None: ``args.output_dir``.
+        """
+        self.core.save_model(output_dir or self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub("Model save")
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> Any:
+        """Save the model in ``args.output_dir`` and upload it with a card to ``args.hub_model_id``. The run's own files
+        stay here. Every rank must call; rank 0 uploads, and returns what ``HfApi.upload_folder`` does.
+
+        Args:
+            commit_message, blocking, token, revision: of the upload.
+            card: arguments of ``create_model_card``.
+        """
+        self.control = self.callback_handler.call_event("on_push_begin", self.args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.hub_model_id = self.hub_model_id or create_repo(self.args)
+        self.create_model_card(**card)
+        options: dict[str, Any] = {"blocking": blocking, "token": token, "revision": revision}
+        return upload(self.args, self.hub_model_id, message=commit_message, **options)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write ``README.md`` into ``args.output_dir``.
+
+        Args:
+            model_name: of the model. None: the name of ``output_dir``.
+            dataset_name: id of the data set.
+            tags: of the model.
+        """
+        if self.is_world_process_zero():
+            tags = [tags] if isinstance(tags, str) else tags or []
+            folder, found = Path(self.args.output_dir), {*tags, *self._tag_names}
+            write_card(folder, self.model, name=model_name, dataset=dataset_name, tags=found, hub_id=self.hub_model_id)
+
+    log_metrics, save_metrics, save_state = log_metrics, save_metrics, save_state
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback of transformers, an object or a class."""
+        check_callback(callback)
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, or the first of a class, and return it."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, or the first of a class."""
+        self.callback_handler.remove_callback(callback)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.core.world.is_main
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.core.world.local_rank == 0
+
+    def get_num_trainable_parameters(self) -> int:
+        """The number of trained parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def get_learning_rates(self) -> list[float]:
+        """The learning rate of each group of parameters."""
+        return [group["lr"] for rule in self.core.optimizer.rules for group in rule.param_groups]
+
+
+def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any, optimizers: Any) -> None:
+    """Check the arguments that need nothing else; a wrong type tells of another order of arguments than TRL's."""
+    if rollout_func is not None:
+        raise ConfigError(
+            "rollout_func is not supported here: the sampler is Cohort's own; use environment_factory for episodes"
+        )
+    if not isinstance(callbacks, list | tuple | None):
+        raise ConfigError(f"callbacks: expected a list of callbacks, got {type(callbacks).__name__}: pass it by name")
+    if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
+        raise ConfigError(f"optimizers: expected (optimizer, scheduler), got {optimizers!r:.80}: pass it by name")
+    if any(one is not None for one in optimizers):
+        raise ConfigError(
+            "optimizers: a ready optimizer is not supported here; set optim, learning_rate and the others"
+        )
+    if args.eval_strategy != "no" and eval_dataset is None:
+        raise ConfigError(f"eval_strategy is {str(args.eval_strategy.value)!r}, and there is no eval_dataset")
+
+
+def _tokenizer_of(model: Any, config: Any) -> Any:
+    from cohort.policy import load_tokenizer
+    from cohort.train.inputs import model_name
+
+    return load_tokenizer(model_name(model), trust_remote_code=config.model.trust_remote_code)
+
+
+@contextlib.contextmanager
+def _in_terms_of_trl() -> Iterator[None]:
+    """Errors about the run folder, and how to continue, with the names of TRL's arguments."""
+    try:
+        yield
+    except RunFolderError as error:
+        text = str(error)
+        for name, other in TERMS.items():
+            text = text.replace(name, other)
+        raise RunFolderError(text) from error
