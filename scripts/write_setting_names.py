@@ -7,6 +7,7 @@ is not up to date.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import types
 import typing
@@ -39,13 +40,19 @@ class SettingNames(TypedDict, total=False):
 
 
 def main() -> int:
-    text = HEAD + "".join(f"    {line}\n" for line in lines())
+    text = formatted(HEAD + "".join(f"    {line}\n" for line in lines()))
     if "--check" in sys.argv[1:]:
         is_new = FILE.read_text(encoding="utf-8") == text
-        print("setting names: up to date" if is_new else f"{FILE} is out of date: run {__doc__.split('``')[3]}")
+        print("setting names: up to date" if is_new else f"{FILE.name} is out of date: run this script")
         return 0 if is_new else 1
     FILE.write_text(text, encoding="utf-8")
     return 0
+
+
+def formatted(text: str) -> str:
+    """The text as ruff formats it."""
+    command = [sys.executable, "-m", "ruff", "format", "-", "--stdin-filename", str(FILE)]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
 
 
 def lines() -> Iterator[str]:

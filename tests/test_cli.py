@@ -154,6 +154,15 @@ def test_mistakes_are_reported_before_the_first_sample(good, arguments, message,
     assert not (good / "out").exists()
 
 
+def test_a_run_needs_no_file_of_settings(good, model_folder, capsys):
+    """``cohort train --model.path ...`` was answered with "Unknown option: --model.path"."""
+    assert main(["train"]) == 2
+    assert "no settings: give a TOML file" in capsys.readouterr().err
+    settings = f"--model.path {model_folder} --data.train data.jsonl --reward.functions reward.py:ok --run.max_steps 0"
+    assert main(["train", *settings.split()]) == 2
+    assert "run.max_steps: input should be greater than or equal to 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("save_steps", "left"),
     [("1", "a checkpoint of step 1: continue with 'cohort resume"), ("0", "no checkpoint yet: start it")],

@@ -135,6 +135,7 @@ def _serve() -> Callable[[], int]:
     session = int(_address().parent.name.split("-")[2])
     for name in LOADED:
         importlib.import_module(name)
+    os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest.py
     gc.collect()
     gc.freeze()  # forked processes share the memory
     listening = socket.socket(socket.AF_UNIX)

@@ -465,12 +465,12 @@ def test_a_function_that_blocks_the_event_loop_is_found(host):
         free.wait(30)
         return "free"
 
-    here = host("", [block], call_timeout=1.0)
+    here = host("", [block], call_timeout=0.3)
     here.begin(0, prompt(), 0).result(0)
     here.check()
     blocked = here.answer(0, turn("", ToolCall("block")))
     assert began.wait(30)
-    with pytest.raises(EpisodeError, match=r"the async tools and environments \(block\) did nothing for 1 s"):
+    with pytest.raises(EpisodeError, match=r"the async tools and environments \(block\) did nothing for 0.3 s"):
         here.check()
     free.set()
     assert blocked.result(30).messages[0]["content"] == "free"

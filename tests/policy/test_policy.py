@@ -88,6 +88,15 @@ def test_precision_auto_on_this_cpu():
     assert str(resolve_precision("bfloat16", torch.device("cpu"))) == "bfloat16 over float32 weights"
 
 
+def test_a_misspelt_folder_is_answered_before_any_network(tmp_path, monkeypatch):
+    """A name whose first part is a folder here is no hub id: asking the hub took half a minute of retries."""
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("asked the network"))
+    with pytest.raises(ModelError, match=r"\Ano model folder runs/mien; did you mean runs/mine\?\Z"):
+        load_tokenizer("runs/mien")
+
+
 def test_models_that_cannot_be_loaded(tmp_path):
     with pytest.raises(ModelError, match="no model given"):
         load_tokenizer("")

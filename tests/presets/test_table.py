@@ -162,7 +162,7 @@ def test_a_description_says_what_was_changed():
         (parts.Unlikeliness(), (0.25,)),
         (parts.DynamicSampling(), (4,)),
         (parts.TopK(), (8, "shortest")),
-        (parts.EntropyBonus(coefficient=0.1), (0.1, None, 0.005)),
+        (parts.EntropyBonus(coefficient=0.1), (0.1, None, 0.005, 0.0, None)),
     ],
     ids=lambda value: getattr(value, "rule", None),
 )

@@ -64,6 +64,22 @@ def test_old_names_give_their_values_to_the_present_ones():
     assert GRPOConfig("out", vllm_device="auto").vllm_device == "auto"
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"learning_rate": "1e-6"}, "learning_rate must be a number, got '1e-6'"),
+        ({"beta": None}, "beta must be a number, got None"),
+        ({"num_iterations": True}, "num_iterations must be a number, got True"),
+        ({"generation_kwargs": "top_p=0.5"}, "generation_kwargs must be a dict or its JSON"),
+        ({"chat_template_kwargs": "{enable_thinking}"}, "chat_template_kwargs must be a dict or its JSON"),
+    ],
+)
+def test_values_of_another_type_are_refused(fields, words):
+    with pytest.raises(ConfigError) as caught:
+        GRPOConfig("out", **fields)
+    assert words in str(caught.value)
+
+
 def test_errors_of_transformers_are_errors_of_the_settings():
     with pytest.raises(ConfigError, match="use_cpu"):
         GRPOConfig("out", bf16=True)

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, MixtralConfig
 
 from cohort.errors import ConfigError
 from cohort.presets.parts import KL, BatchStd, EntropyBonus, GroupStd, MismatchWeight, OffPolicyMask
@@ -58,7 +59,7 @@ def test_the_other_parts_of_the_objective():
     assert objective(off_policy_mask_threshold=0.5).mismatch == (OffPolicyMask(threshold=0.5),)
     assert objective(entropy_coef=0.01, entropy_target=0.3).entropy == EntropyBonus(coefficient=0.01)
     adaptive = objective(use_adaptive_entropy=True, entropy_target=0.3, entropy_coef_delta=0.01).entropy
-    assert (adaptive.target, adaptive.step) == (0.3, 0.01)
+    assert adaptive == EntropyBonus(target=0.3, step=0.01, minimum=0.0, maximum=1.0)
 
 
 def test_weights_by_the_sampler_only_with_vllm():
@@ -90,8 +91,16 @@ def test_the_learning_rate_schedule_has_as_many_updates_as_the_run():
 def test_keywords_of_sampling_and_of_loading():
     found = translated(generation_kwargs='{"min_new_tokens": 3, "stop_strings": "</answer>", "do_sample": true}')
     assert (found.rollout.min_completion_length, found.rollout.stop) == (3, ("</answer>",))
-    found = translated(model_init_kwargs={"torch_dtype": "bfloat16", "attn_implementation": "sdpa"})
-    assert found.model.precision == "bfloat16"
+    found = translated(model_init_kwargs={"torch_dtype": "bfloat16", "attn_implementation": "sdpa", "revision": "v1"})
+    assert (found.model.precision, found.model.revision) == ("bfloat16", "v1")
+
+
+def test_the_weight_of_the_auxiliary_loss_is_the_model_s_own_unless_set():
+    args, model = GRPOConfig("out"), MixtralConfig(router_aux_loss_coef=0.02)
+    assert translate(args, num_prompts=8, model_config=model).model.router_aux_loss_coef == 0.02
+    assert translate(args, num_prompts=8, model_config=LlamaConfig()).model.router_aux_loss_coef == 0
+    args.router_aux_loss_coef = 0.0
+    assert translate(args, num_prompts=8, model_config=model).model.router_aux_loss_coef == 0
 
 
 def test_other_arguments_precede():
@@ -117,6 +126,8 @@ def test_tool_calls_are_turns():
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must be above 0"),
         ({"learning_rate": -1.0}, "learning_rate: input should be greater than or equal to 0"),
         ({"num_generations_eval": -1}, "num_generations_eval: input should be greater"),
+        ({"reward_weights": 0.5}, "reward_weights: input should be a list"),
+        ({"generation_kwargs": {"min_new_tokens": 600}}, "must be at most max_completion_length (512)"),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "follows evaluations"),
         ({"optim": "lion_8bit"}, "optim 'lion_8bit' is not supported here"),
         ({"generation_kwargs": {"top_pp": 0.5}}, "generation_kwargs has 'top_pp'"),

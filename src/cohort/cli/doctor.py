@@ -17,26 +17,24 @@ if TYPE_CHECKING:
 
 @app.command(
     sort_key=4,
-    usage="Usage: cohort doctor CONFIG.toml [--skip NAME ...] [--json] [--section.key value ...]",
+    usage="Usage: cohort doctor [CONFIG.toml] [--skip NAME ...] [--json] [--section.key value ...]",
     help_epilogue="Exit code: 1 if a check fails. docs/doctor.md explains the checks.",
 )
 def doctor(
-    config: str,
-    /,
-    *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
+    *arguments: Annotated[str, ANY_TEXT, Parameter(name="CONFIG")],
     skip: Annotated[Sequence[str], Parameter(consume_multiple=True, metavar="NAME...")] = (),
     json_output: Annotated[bool, Parameter("--json")] = False,
 ) -> int:
     """Check a run before it starts: data, prompts, rewards, a first rollout, memory, time and disk.
 
     Args:
-        config: The settings: a TOML file, as for 'cohort train'.
+        arguments: The settings, as for 'cohort train'.
         skip: Checks to leave out, by name.
         json_output: Print one JSON object instead of text.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     found = []
-    for finding in _findings(config, overrides, skip, quiet=json_output):
+    for finding in _findings(arguments, skip, quiet=json_output):
         found.append(finding)
         if not json_output:
             print(finding.show(), flush=True)
@@ -51,13 +49,14 @@ def doctor(
     return int(failed)
 
 
-def _findings(config: str, overrides: Sequence[str], skip: Sequence[str], *, quiet: bool) -> Iterator[Finding]:
+def _findings(arguments: Sequence[str], skip: Sequence[str], *, quiet: bool) -> Iterator[Finding]:
     """What the checks find, or why the run would not start."""
-    from cohort.config import load_config
+    from cohort.config import file_and_overrides, load_config
     from cohort.doctor import check_names, examine, refused
 
     check_names(skip)
     try:
+        config, overrides = file_and_overrides(arguments)
         settings = load_config(config, [*overrides, *(("--report.progress", "false") if quiet else ())])
         from cohort.trainer import GRPOTrainer
 

@@ -41,13 +41,11 @@ def demo(
 
 @app.command(
     sort_key=2,
-    usage="Usage: cohort train CONFIG.toml [--resume [auto]] [--section.key value ...]",
+    usage="Usage: cohort train [CONFIG.toml] [--resume [auto]] [--section.key value ...]",
     help_epilogue="Every setting of 'cohort config' can be given as --section.key value. It overrides the file.",
 )
 def train(
-    config: str,
-    /,
-    *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
+    *arguments: Annotated[str, ANY_TEXT, Parameter(name="CONFIG")],
     resume: Annotated[bool | Literal["auto"], Parameter(show_choices=False)] = False,
     allow_changed: ALLOW_CHANGED = (),
     trust: TRUST = None,
@@ -55,16 +53,17 @@ def train(
     """Train your model on your data and rewards.
 
     Args:
-        config: The settings: a TOML file.
+        arguments: The settings: a TOML file, unless all are given as --section.key value.
         resume: Continue the run in run.output_dir, with the settings that its command line gave; without a checkpoint,
             start it again. auto: also start it if there is none, and do nothing if it is complete.
         allow_changed: A setting or fact that may differ from the run's though it changes results. May be repeated.
         trust: With --resume, run the code that the overrides in this run folder name, though it was not run before.
     """
-    from cohort.config import load_config, setting_names
+    from cohort.config import file_and_overrides, load_config, setting_names
 
     if allow_changed and not resume:
         raise ConfigError("--allow-changed is for a run that goes on: add --resume")
+    config, overrides = file_and_overrides(arguments)
     settings = load_config(config, overrides)  # before torch is imported, so that mistakes are reported at once
     names = setting_names(overrides)
     if resume:
@@ -89,6 +88,7 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
     Args:
         command: The command that every rank runs: 'train', 'resume' or 'demo' with its arguments.
     """
+    from cohort.config import file_and_overrides
     from cohort.launch import check_settings, job_of, settings_of
     from cohort.launch import launch as run
     from cohort.runs import check_files
@@ -101,10 +101,10 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
         raise ConfigError(f"cohort launch starts 'train', 'resume' or 'demo'{given}; others run in one process")
     inner, bound, _ = app.parse_args(list(command), exit_on_error=False, print_error=False)
     if inner in (train, resume):
-        path, folder = bound.args[0], None
+        (path, overrides), folder = file_and_overrides(bound.args), None
         if inner is resume:
-            path, folder = str(Path(path) / "config.toml"), path
-        settings = settings_of(path, bound.args[1:], flags)  # mistakes are reported once
+            path, folder = str(Path(str(path)) / "config.toml"), path
+        settings = settings_of(path, overrides, flags)  # mistakes are reported once
         job = job_of(
             command,
             flags,

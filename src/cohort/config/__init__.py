@@ -5,6 +5,7 @@ from cohort.config.grpo import GRPOConfig, Schedule
 from cohort.config.load import (
     annotated_toml,
     apply_overrides,
+    file_and_overrides,
     load_config,
     parse_settings,
     setting_names,

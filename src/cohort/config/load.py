@@ -28,11 +28,29 @@ from cohort.presets import nested, optional_parts, preset, with_flags
 from cohort.presets import setting_names as objective_parts
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GRPOConfig:
+def file_and_overrides(arguments: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """The arguments of ``cohort train``: a file of settings, which may be left out, and ``--section.key value`` pairs.
+
+    >>> file_and_overrides(["my.toml", "--run.seed", "1"]), file_and_overrides(["--run.seed=1"])
+    (('my.toml', ('--run.seed', '1')), (None, ('--run.seed=1',)))
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not arguments:
+        raise ConfigError(
+            "no settings: give a TOML file ('cohort config > my.toml' writes one) or --section.key value, at least "
+            "--model.path, --data.train and --reward.functions"
+        )
+    is_file = not arguments[0].startswith("--")
+    return (arguments[0], tuple(arguments[1:])) if is_file else (None, tuple(arguments))
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> GRPOConfig:
     """The settings of a TOML file, with command-line overrides.
 
     Args:
-        path: a TOML file with one table per section.
+        path: a TOML file with one table per section. None: the defaults.
         overrides: ``["--rollout.num_generations", "4", "--run.seed=1"]``. A value is read by its setting's type;
             ``none`` unsets an optional setting.
 
@@ -40,6 +58,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> GRPOConfig:
         ConfigError: the file does not exist or is not TOML, a key is unknown (the error names the nearest one), or a
             value has the wrong type or range.
     """
+    if path is None:
+        return apply_overrides({}, overrides)
     path = Path(path)
     try:
         text = read_text(path)

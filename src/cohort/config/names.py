@@ -15,6 +15,7 @@ class SettingNames(TypedDict, total=False):
 
     model: Mapping[str, Any] | Section
     path: str | PathLike[str]
+    revision: str
     precision: Literal["auto", "float32", "bfloat16", "float64"]
     device: str
     dropout: bool
@@ -138,8 +139,20 @@ class SettingNames(TypedDict, total=False):
     adam_beta2: float
     adam_epsilon: float
     max_grad_norm: float
-    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt"]
-    warmup_steps: int
+    lr_scheduler_type: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ]
+    lr_scheduler_kwargs: Mapping[str, Any]
+    warmup_steps: int | float
     microbatch_tokens: int | None
     max_nonfinite_updates: int
     eval: Mapping[str, Any] | Section

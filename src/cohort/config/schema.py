@@ -70,6 +70,9 @@ class ModelConfig(Section):
     """Compute precision. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in bfloat16 over
     them. "auto" is bfloat16 where the hardware is faster with it (CUDA, CPUs with AMX, and CPUs with AVX512-BF16 from a
     hidden size of 256), and float32 elsewhere."""
+    float32_head: bool = False
+    """Compute the head in float32 when `precision` is "bfloat16", as ScaleRL does (arXiv 2510.13786): less disagreement
+    of sampler and trainer, slower. vLLM servers compute theirs in their own dtype."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1". "auto" is CUDA if available, else the CPU."""
     dropout: bool = False

@@ -126,7 +126,7 @@ def job_of(
     )
 
 
-def settings_of(path: str, overrides: Sequence[str], flags: LaunchFlags) -> GRPOConfig:
+def settings_of(path: str | None, overrides: Sequence[str], flags: LaunchFlags) -> GRPOConfig:
     """The settings that every rank will have.
 
     Args:

@@ -12,6 +12,7 @@ from torch import nn
 from cohort.config import LoraConfig
 from cohort.errors import ModelError
 from cohort.policy.files import ADAPTER_FILE
+from cohort.policy.float32_head import is_float32
 from cohort.policy.load import Precision, load_adapter, peft_library
 
 TRAINED, REFERENCE = "default", "reference"
@@ -87,12 +88,13 @@ def _new(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
 
 def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
     """Store frozen matrices of linear layers in the compute dtype, to which every pass would cast them. Results do not
-    change. A matrix that is also the embedding keeps its dtype."""
+    change. A matrix that is also the embedding, and a head that computes in float32, keep their dtype."""
     if precision.compute == precision.master:
         return
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
-        if type(module) is nn.Linear and not module.weight.requires_grad and id(module.weight) not in tables:
+        frozen = type(module) is nn.Linear and not module.weight.requires_grad and not is_float32(module)
+        if frozen and id(module.weight) not in tables:
             module.weight.data = module.weight.data.to(precision.compute)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cohort.policy.anatomy import UnsupportedModel
 from cohort.policy.compute import ComputeModel
 from cohort.policy.custom_attention import CustomAttention
+from cohort.policy.float32_head import is_float32
 from cohort.policy.head import Head
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import Passes, PlainPasses, SharedPasses, base_of
@@ -35,7 +36,9 @@ def find_head(model: ComputeModel) -> Head | None:
     multiplier = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
     multiplier /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
     cap = getattr(config, "final_logit_softcapping", None)
-    return Head(linear, model.precision.compute, multiplier, cap, native=not model.why_no_kernels())
+    own_dtype = is_float32(linear)
+    compute = torch.float32 if own_dtype else model.precision.compute
+    return Head(linear, compute, multiplier, cap, native=not model.why_no_kernels(), own_dtype=own_dtype)
 
 
 def choose_passes(model: ComputeModel) -> Passes:

@@ -13,6 +13,7 @@ Axis letters: N drawn tokens, C tokens of a chunk, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,6 +69,14 @@ class Head:
     """Logits become ``cap * tanh(logits / cap)``. None: no cap."""
     native: bool = False
     """Whether native kernels compute log-probs."""
+    own_dtype: bool = False
+    """Whether ``compute`` is not the dtype of the rest of the model, to which autocast would convert the products."""
+
+    def without_autocast(self) -> AbstractContextManager[None]:
+        """A block whose products are computed in the dtype of their factors."""
+        if not self.own_dtype or self.linear is None:
+            return nullcontext()
+        return torch.autocast(self.linear.weight.device.type, enabled=False)
 
     def cast_weight(self) -> Tensor | None:
         """The weight in the compute dtype."""
@@ -77,7 +86,8 @@ class Head:
         """``W h + b`` in the compute dtype; on a CPU followed by padding, see ``in_like_shapes``."""
         assert self.linear is not None
         bias_V = None if self.linear.bias is None else self.linear.bias.to(self.compute)
-        return functional.linear(in_like_shapes(hidden_CH.to(self.compute)), weight_VH, bias_V)
+        with self.without_autocast():
+            return functional.linear(in_like_shapes(hidden_CH.to(self.compute)), weight_VH, bias_V)
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor | None = None) -> Tensor:
         """``[C, V]`` in float32 or wider, differentiable. ``weight_VH``: from ``cast_weight``, to cast it once only."""
@@ -223,9 +233,10 @@ class _DrawnLogps(torch.autograd.Function):
                 grad_hidden_NH[span] = grad_CV
                 continue
             grad_rows_CV = in_like_shapes(grad_CV.to(head.compute))
-            grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
-            if grad_weight is not None:
-                add_product(grad_weight, grad_rows_CV.mT, in_like_shapes(hidden_CH.to(head.compute)))
+            with head.without_autocast():
+                grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
+                if grad_weight is not None:
+                    add_product(grad_weight, grad_rows_CV.mT, in_like_shapes(hidden_CH.to(head.compute)))
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0, dtype=grad_bias.dtype)
         return grad_hidden_NH, None if in_place else grad_weight, grad_bias, None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cohort.errors import ModelError
+from cohort.errors import ModelError, did_you_mean
 from cohort.policy.files import (
     ADAPTER_FILE,
     check_adapter,
@@ -331,13 +331,17 @@ def context_length(config: Any) -> int | None:
 
 
 def _check_folder(path: str) -> str:
-    """The path with its ``~`` expanded; a hub id unchanged."""
+    """The path with its ``~`` expanded; a hub id unchanged. No network is asked for a name whose first part is a folder
+    here."""
     if not path:
         raise ModelError("no model given: set model.path to a model folder or a hub id")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     expanded = os.path.expanduser(path)  # noqa: PTH111 - Path raises for an unknown user
-    if looks_local and not Path(expanded).is_dir():
-        raise ModelError(f"no model folder {path}")
+    parent = Path(expanded).parent
+    if not Path(expanded).is_dir() and (looks_local or ("/" in path and parent.is_dir())):
+        there = sorted(one.name for one in parent.iterdir() if one.is_dir()) if parent.is_dir() else []
+        hint = did_you_mean(Path(expanded).name, there, form=f"{parent}/{{}}")
+        raise ModelError(f"no model folder {path}{hint}")
     return expanded if looks_local else path
 
 

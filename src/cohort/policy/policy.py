@@ -23,6 +23,7 @@ from cohort.policy.adapters import (
 from cohort.policy.choose import choose_passes
 from cohort.policy.compute import ComputeModel, enable_checkpointing
 from cohort.policy.finite import check_finite_weights
+from cohort.policy.float32_head import use_float32_head
 from cohort.policy.head import CompletionStates, TokenLogps
 from cohort.policy.load import load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes
@@ -170,6 +171,8 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         model = add_adapters(
             model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights
         )
+    if config.float32_head and precision.compute not in (torch.float32, torch.float64):
+        use_float32_head(model)
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     policy = Policy(model, precision, dropout=config.dropout)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy.anatomy import Anatomy, Linear, Norm
+from cohort.policy.float32_head import is_float32
 
 PACKED_ROWS = 64
 """Number of rows that packed matrices are laid out for. The layout suits other numbers too."""
@@ -133,7 +134,7 @@ class DecoderWeights:
             )
             for layer in anatomy.layers
         ]
-        self.head = Product([anatomy.head], dtype)
+        self.head = Product([anatomy.head], torch.float32 if is_float32(anatomy.head.module) else dtype)
         self.refreshed = 0
         """How often the weights were read: once per update that changed them."""
         self._factors: dict[int, Tensor] = {}

@@ -47,7 +47,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(f"cohort.trl.{_MODULES[name]}"), name)
-    if name.startswith("_"):
+    if not name[0].isupper():  # a submodule, or what a tool asks any module for
         raise AttributeError(f"module 'cohort.trl' has no attribute {name!r}")
     # Of an AttributeError, ``from cohort.trl import name`` would not show the message.
     raise ImportError(

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -19,6 +21,15 @@ from transformers import TrainingArguments
 from cohort.errors import ConfigError, did_you_mean
 from cohort.trl.batch import Batch
 from cohort.trl.fields import FIELDS, RENAMED
+
+TABLES = (
+    "model_init_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+    "transformers_continuous_batching_config",
+    "lr_scheduler_kwargs",
+)
+"""Fields that hold a dict, or its JSON on a command line."""
 
 
 @dataclass
@@ -59,7 +70,7 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
     # Sampling.
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int | None = 0
     min_p: float | None = None
     generation_kwargs: dict[str, Any] | str | None = None
     chat_template_kwargs: dict[str, Any] | str | None = None
@@ -147,14 +158,12 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
     half_precision_backend: str | None = None
     include_tokens_per_second: bool = False
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *TrainingArguments._VALID_DICT_FIELDS,
-        *("model_init_kwargs", "transformers_continuous_batching_config", "generation_kwargs", "chat_template_kwargs"),
-    ]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, *TABLES]
 
     def __post_init__(self) -> None:
         self._given = frozenset(name for name, default in defaults(type(self)) if getattr(self, name) != default)
         check_refused(self)
+        _check_types(self)
         self._rename()
         if self.bf16 is None:  # TRL's is True, which fails on a CPU
             gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -207,6 +216,27 @@ def check_refused(args: Any) -> None:
             problems.append(f"{name}={value!r:.80} is not supported here: leave it unset")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_types(args: Any) -> None:
+    """Check numbers and tables, which a YAML file or a command line may give as text. Tables in JSON are read.
+
+    Raises:
+        ConfigError: one is something else.
+    """
+    for field in fields(args):
+        value, kind = getattr(args, field.name), str(field.type)
+        is_table = isinstance(value, str) and field.name in TABLES
+        if is_table and value.lstrip().startswith("{"):
+            with suppress(ValueError):
+                value = json.loads(value)
+                setattr(args, field.name, value)
+        if is_table and not isinstance(value, dict):
+            raise ConfigError(f"{field.name} must be a dict or its JSON, got {value!r:.80}")
+        number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
+        allowed = isinstance(value, Real) or (value is None and "None" in kind)
+        if number and field.name in FIELDS and (not allowed or isinstance(value, bool)):
+            raise ConfigError(f"{field.name} must be a number, got {value!r:.80}")
 
 
 @contextmanager

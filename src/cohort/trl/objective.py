@@ -152,4 +152,6 @@ def _entropy(args: Any) -> Settings | str:
         "coefficient": coefficient,
         "target": float(args.entropy_target),
         "step": float(args.entropy_coef_delta),
+        "minimum": float(args.entropy_coef_min),
+        "maximum": float(args.entropy_coef_max),
     }

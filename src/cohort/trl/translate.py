@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 import cohort.config
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError, did_you_mean
-from cohort.trl import config as face
 from cohort.trl.batch import Batch
+from cohort.trl.config import GRPOConfig as Arguments
+from cohort.trl.config import check_refused
 from cohort.trl.fields import setting_fields
 from cohort.trl.layout import layout_of
 from cohort.trl.objective import objective_settings, one_of
 
 Settings = dict[str, Any]
+SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)})(?:\.\w+)+")
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
@@ -45,6 +48,7 @@ def translate(
     *,
     world_size: int = 1,
     num_prompts: int | None = None,
+    model_config: Any = None,
     given: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> GRPOConfig:
     """Cohort's settings for TRL's arguments.
@@ -56,6 +60,7 @@ def translate(
         args: a ``cohort.trl.GRPOConfig``.
         world_size: processes that train together.
         num_prompts: prompts of the training data; None: streamed.
+        model_config: transformers' config of the model, which has the default of ``router_aux_loss_coef``.
         given: further settings by section, which precede those of ``args``: what other arguments of TRL's trainer
             become, such as adapters.
 
@@ -67,12 +72,12 @@ def translate(
     batch = Batch.of(args, world_size)
     updates = batch.max_steps(args, num_prompts)
     settings: Settings = {
-        "model": _model(args),
+        "model": _model(args, model_config),
         "data": _data(args),
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
         "vllm": _vllm(args) if args.use_vllm else {},
         "environment": {"max_turns": _max_turns(args)},
-        "reward": {} if args.reward_weights is None else {"weights": tuple(map(float, args.reward_weights))},
+        "reward": {} if args.reward_weights is None else {"weights": args.reward_weights},
         "objective": {
             **objective_settings(args),
             "num_iterations": batch.num_iterations,
@@ -89,7 +94,7 @@ def translate(
     try:
         return GRPOConfig(**settings)
     except ConfigError as error:
-        raise ConfigError("\n".join(map(_in_trl_terms, str(error).splitlines()))) from None
+        raise ConfigError(in_trl_terms(str(error))) from None
 
 
 def check_args(args: Any) -> None:
@@ -100,20 +105,22 @@ def check_args(args: Any) -> None:
     """
     if isinstance(args, cohort.config.GRPOConfig):
         raise ConfigError("args is Cohort's own GRPOConfig: use cohort.GRPOTrainer, or cohort.trl.GRPOConfig")
-    if not isinstance(args, face.GRPOConfig):
+    if not isinstance(args, Arguments):
         kind = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
         raise ConfigError(f"args is {kind}: expected cohort.trl.GRPOConfig (from cohort.trl import GRPOConfig)")
-    face.check_refused(args)
+    check_refused(args)
 
 
-def _in_trl_terms(line: str) -> str:
-    """A line of an error about a setting, with the names of the fields that become it."""
-    setting, colon, text = line.partition(": ")
-    names = setting_fields(setting)
-    return f"{' or '.join(names)}{colon}{text}" if colon and names else line
+def in_trl_terms(text: str) -> str:
+    """An error's text with TRL's fields in place of Cohort's settings.
+
+    >>> in_trl_terms("rollout.max_completion_length must be positive; see optim.microbatch_tokens")
+    'max_completion_length must be positive; see optim.microbatch_tokens'
+    """
+    return SETTING.sub(lambda found: " or ".join(setting_fields(found[0])) or found[0], text)
 
 
-def _model(args: Any) -> Settings:
+def _model(args: Any, model_config: Any) -> Settings:
     loading = dict(args.model_init_kwargs or {})
     dtype = str(loading.pop("dtype", None) or loading.pop("torch_dtype", None) or "auto").removeprefix("torch.")
     loading.pop("torch_dtype", None)
@@ -128,15 +135,15 @@ def _model(args: Any) -> Settings:
     settings: Settings = {
         "precision": compute or ("bfloat16" if args.bf16 or args.mixed_precision == "bf16" else "float32"),
         "device": "cpu" if args.use_cpu else "auto",
+        "revision": "" if revision in (None, "main") else revision,
         "trust_remote_code": trusted,
         "gradient_checkpointing": bool(args.gradient_checkpointing) and args.device.type != "cpu",
     }
-    if revision not in (None, "main"):
-        settings["revision"] = revision
     if args.cast_lm_head_to_fp32:
         settings["float32_head"] = True
-    if args.router_aux_loss_coef is not None:
-        settings["router_aux_loss_coef"] = float(args.router_aux_loss_coef)
+    text = model_config.get_text_config() if model_config is not None else None
+    own = getattr(text, "router_aux_loss_coef", 0.0) if hasattr(text, "output_router_logits") else 0.0
+    settings["router_aux_loss_coef"] = float(own if args.router_aux_loss_coef is None else args.router_aux_loss_coef)
     return settings
 
 
@@ -218,12 +225,11 @@ def _optim(args: Any, updates: int) -> Settings:
         )
     settings: Settings = {
         "optimizer": OPTIMIZERS[rule],
+        "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
         "lr_scheduler_type": schedule,
         "warmup_steps": 0 if schedule == "constant" else int(args.get_warmup_steps(updates)),
         "max_grad_norm": float(args.max_grad_norm or 0.0),
     }
-    if args.lr_scheduler_kwargs:
-        settings["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     numbers = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     return settings | {name: float(getattr(args, name)) for name in numbers}
 
