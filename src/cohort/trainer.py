@@ -300,22 +300,20 @@ class GRPOTrainer:
                 self._callbacks.step(metrics)
                 yield metrics
         except CancelledError:  # a rollout or an evaluation, because the run is to stop
-            parts.keep_unfinished()
             stop_point(parts, folder)
             raise
         except NonFiniteError as error:  # the weights may be what is not finite: nothing is written of them
             error.args = (f"{error}; in step {self.summary['steps'] + 1}",)
             raise
         except FIXABLE as error:
-            parts.keep_unfinished()
-            parts.abandon_pending()
+            parts.cancel_pending()
             save_instant(parts, folder, wait=True)
             hint = f"a checkpoint of step {parts.complete_steps} is kept: fix it and resume"
             where = "" if isinstance(error, CallbackError) else f"in step {self.summary['steps'] + 1}; "
             error.args = (f"{error}; {where}{hint}",)
             raise
         finally:
-            parts.abandon_pending()
+            parts.cancel_pending()
             self.rewards.close()
             if self.acting:
                 self.acting.close()
@@ -339,7 +337,7 @@ class GRPOTrainer:
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
         if self._parts is not None:
-            self._parts.wait_for_pending()
+            self._parts.free_engine()
         ranks.update_engine(self.engine, self.policy, self.layout)
         return evaluator.evaluate(self.sampler)
 

@@ -15,6 +15,7 @@ from cohort.environments import Step
 from cohort.errors import ConfigError, EpisodeError, PolicyMismatchError, RewardError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
+from cohort.runs import load_rollout
 from cohort.train.ahead import Ahead
 from tests.conftest import tiny_llama
 from tests.environments import test_training as episodes
@@ -240,17 +241,21 @@ def test_a_reward_that_raises_stops_the_run_at_its_step(demo_tokenizer, tmp_path
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3]
     fixed = failing_at(9, ValueError("no"))
     make_trainer(demo_tokenizer, tmp_path / "run", rewards=fixed, **settings).train(resume=True)
-    # What was pending is lost, and sampled anew.
-    assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, lag, 0, 1]
+    make_trainer(demo_tokenizer, tmp_path / "straight", rewards=fixed, **settings).train()
+    # What was pending is scored by the repaired function.
+    assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, lag, lag, lag]
+    assert untimed_metrics_of(tmp_path / "run") == untimed_metrics_of(tmp_path / "straight")
 
 
-def test_a_checkpoint_holds_what_was_complete_before_the_failure(demo_tokenizer, tmp_path):
+def test_a_checkpoint_holds_what_was_sampled_before_the_failure(demo_tokenizer, tmp_path):
     settings = {"lag": 2, "max_steps": 5, "on_error": "stop", "save_steps": 2}
     broken = make_trainer(demo_tokenizer, tmp_path / "run", rewards=failing_at(3, ValueError("no")), **settings)
     with pytest.raises(RewardError, match="a checkpoint of step 3 is kept"):
         broken.train()
     state = tmp_path / "run" / "checkpoints" / "step-2" / "state"
-    assert sorted(path.name for path in state.glob("rollout-*.json")) == ["rollout-2.json"]  # steps count from 0
+    # Steps count from 0: a complete rollout, and one that is sampled and not scored.
+    assert sorted(path.name for path in state.glob("rollout-*.json")) == ["rollout-2.json", "rollout-3.json"]
+    assert load_rollout(state / "rollout-3").facts["drawn"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])

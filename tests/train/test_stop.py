@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import threading
 import time
@@ -254,6 +255,181 @@ def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_
     straight = make(tmp_path / "straight")
     straight.train()
     assert_same(straight, resumed)
+
+
+# Rollouts beside the training -----------------------------------------------------------------------------------------
+
+
+def lagging(demo_tokenizer, folder, rewards=digits_reward, **settings):
+    """A run of three steps of four updates; heads of 16, so that completions have the same bits alone."""
+    return make_trainer(demo_tokenizer, folder, exact_model(demo_tokenizer), rewards, **LAG | settings)
+
+
+LAG = {"num_iterations": 2, "minibatches": 2, "max_steps": 3, "lag": 1, "save_steps": 0}
+
+
+def newest_state(folder):
+    """The training may have ended its step before it stopped."""
+    return max((folder / "checkpoints").glob("step-?"), key=lambda path: path.name) / "state"
+
+
+def stops_in_sampling(trainer, rollout, decodes, updates):
+    """Let a trainer stop when it has decoded the given number of times in a rollout's thread, and
+    the given number of updates are made."""
+    real, calls, trained = trainer.engine.backend.step, [], threading.Event()
+    real_update = trainer.optimizer.step
+
+    def step(tokens):
+        if threading.current_thread().name == f"rollout-{rollout}":
+            calls.append(len(tokens))
+            if len(calls) == decodes:
+                assert trained.wait(30)
+                trainer.stop()
+        return real(tokens)
+
+    def update(*arguments):
+        done = real_update(*arguments)
+        if trainer.policy.version + 1 >= updates:
+            trained.set()
+        return done
+
+    if not updates:
+        trained.set()
+    trainer.engine.backend.step, trainer.optimizer.step = step, update
+
+
+@pytest.fixture(scope="module")
+def lagging_straight(demo_tokenizer, tmp_path_factory):
+    """Runs in one go, by their lag."""
+    found = {}
+    for lag in (1, 2):
+        found[lag] = lagging(demo_tokenizer, tmp_path_factory.mktemp("straight") / "run", lag=lag)
+        found[lag].train()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lag", "rollout", "updates"),
+    [
+        (1, 1, 2),
+        (2, 1, 0),
+        pytest.param(1, 0, 0, marks=pytest.mark.slow),
+        pytest.param(2, 2, 3, marks=pytest.mark.slow),
+    ],
+    ids=["after two updates", "before another one begins", "the first", "one complete beside it"],
+)
+def test_a_stop_cancels_what_is_sampled_beside_the_training(
+    demo_tokenizer, tmp_path, lagging_straight, lag, rollout, updates
+):
+    """The rest is drawn with the weights that drew the beginning, which the policy no longer has."""
+    stopped = lagging(demo_tokenizer, tmp_path / "run", lag=lag)
+    stops_in_sampling(stopped, rollout, 7, updates)
+    with pytest.raises(Stopped):
+        stopped.train()
+    state = newest_state(tmp_path / "run")
+    kept = load_rollout(state / f"rollout-{rollout}")
+    assert 0 < sum(map(len, kept.facts["samples"])) < 16
+    assert (state / "sampler.safetensors").exists() == (updates > 0)
+    resumed = lagging(demo_tokenizer, tmp_path / "run", lag=lag)
+    drawn, real = [], resumed.engine.submit
+    resumed.engine.submit = lambda requests: drawn.extend(requests) or real(requests)
+    resumed.train(resume=True)
+    assert len(drawn) == 16 * (3 - rollout) - sum(map(len, kept.facts["samples"]))
+    assert_same(lagging_straight[lag], resumed)
+
+
+def test_a_stop_in_scoring_beside_the_training_keeps_the_calls(demo_tokenizer, tmp_path):
+    """One call of sixteen does not end; the others and what was drawn are kept, without the weights that drew it."""
+    hangs, called = [True], []
+
+    async def judge(completion, trainer_state, **_):
+        if trainer_state.global_step == 1:
+            called.append(completion)
+            if hangs[0] and len(called) == 16:
+                await asyncio.sleep(0.1)  # the others have ended
+                stopped.stop()
+                await asyncio.sleep(3600)
+        return len(completion) / 10
+
+    stopped = lagging(demo_tokenizer, tmp_path / "run", judge)
+    with pytest.raises(Stopped):
+        stopped.train()
+    state = newest_state(tmp_path / "run")
+    assert load_rollout(state / "rollout-1").facts["drawn"]
+    assert not (state / "sampler.safetensors").exists()
+    hangs[0] = False
+    resumed = lagging(demo_tokenizer, tmp_path / "run", judge)
+    resumed.train(resume=True)
+    assert len(called) == 17
+    straight = lagging(demo_tokenizer, tmp_path / "straight", judge)
+    straight.train()
+    assert_same(straight, resumed)
+
+
+def test_a_function_that_hangs_beside_the_training_does_not_hold_up_a_stop(demo_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("cohort.train.signals._end", lambda *_: None)  # a slow machine does not end the tests
+    hangs, release = [True], threading.Event()
+
+    def hanging(completions, trainer_state, **_):
+        if hangs[0] and trainer_state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            release.wait(60)
+        return digits_reward(completions)
+
+    stopped = lagging(demo_tokenizer, tmp_path / "run", hanging, stop_seconds=1, max_steps=2)
+    with pytest.raises(Stopped, match="stopped by SIGTERM"):
+        stopped.train()
+    release.set()
+    for thread in [one for one in threading.enumerate() if one.name.startswith("rollout-")]:
+        thread.join(10)
+    hangs[0] = False
+    resumed = lagging(demo_tokenizer, tmp_path / "run", hanging, max_steps=2)
+    drawn = []
+    resumed.engine.submit = drawn.extend
+    resumed.train(resume=True)
+    assert drawn == []
+    straight = lagging(demo_tokenizer, tmp_path / "straight", hanging, max_steps=2)
+    straight.train()
+    assert_same(straight, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["lag 1", "lag 2", "rounds", "evaluation", "small heads", "LoRA", "async"])
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+def test_stops_at_random_moments_beside_the_training(demo_tokenizer, tmp_path, variant):
+    """Stopped and resumed again and again, at moments that depend on the clock."""
+    settings = LAG | {"max_steps": 4, "lag": 1 if variant == "lag 1" else 2, "save_steps": 2}
+    settings |= {"preset": "dapo"} if variant == "rounds" else {}
+    settings |= {"eval_rows": ROWS[:2], "eval_steps": 1} if variant == "evaluation" else {}
+    settings |= {"lora": {"rank": 2}} if variant == "LoRA" else {}
+
+    async def slow(completion, **_):
+        await asyncio.sleep(0.02 * (len(completion) % 3))
+        return digits_reward([completion])[0]
+
+    def make(folder):
+        rewards = {"rounds": rarely, "async": slow}.get(variant, digits_reward)
+        model = tiny_llama(vocab_size=len(demo_tokenizer)) if variant == "small heads" else exact_model(demo_tokenizer)
+        return make_trainer(demo_tokenizer, folder, model, rewards, **settings)
+
+    straight = make(tmp_path / "straight")
+    straight.train()
+    seconds, stops, rng = straight.summary["seconds"], 0, random.Random(0)
+    while True:
+        run = make(tmp_path / "stopped")
+        timer = threading.Timer(rng.uniform(0, seconds / 3), run.stop)
+        timer.start()
+        try:
+            run.train(resume="auto")
+        except Stopped:
+            stops += 1
+            assert stops < 60, "it does not get ahead"
+            continue
+        finally:
+            timer.cancel()
+        break
+    assert stops
+    assert_same(straight, run)
 
 
 def test_a_checkpoint_without_stopping(demo_tokenizer, tmp_path):

@@ -77,3 +77,9 @@ def test_names_that_are_not_there():
     with pytest.raises(ImportError, match="did you mean GRPOTrainer"):
         _ = cohort.trl.GRPOTrainr
     assert not hasattr(cohort.trl, "__path_hooks__")
+
+
+def test_rooms_of_the_package():
+    from cohort.trl import rewards
+
+    assert rewards is cohort.trl.rewards

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cohort.config import ModelConfig
 from cohort.errors import ModelError
@@ -128,6 +129,11 @@ class Policy(ComputeModel):
             if mine is not theirs:
                 mine.copy_(theirs)
         self.version = other.version
+
+    def weights_beside(self, other: Policy) -> dict[str, Tensor]:
+        """The weights that this ``snapshot`` of a policy does not share with it, by name."""
+        theirs = {id(weight) for weight in other.model.parameters()}
+        return {name: weight for name, weight in self.model.named_parameters() if id(weight) not in theirs}
 
     def _like(self, model: Any, *, adapter: str | None) -> Policy:
         other = Policy(model, self.precision, dropout=self.dropout, adapter=adapter)

@@ -267,7 +267,7 @@ def _within_a_step(checkpoint: Path) -> bool:
 def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Difference]:
     """The files of a saved model, and of the state beside it, in which two folders differ."""
     yield from _tensors(step, f"{what}: weights", [sorted(folder.glob("*.safetensors")) for folder in folders])
-    for name in ("optimizer", "reference"):
+    for name in ("optimizer", "reference", "sampler"):
         files = [folder / "state" / f"{name}.safetensors" for folder in folders]
         if all(file.exists() for file in files):
             yield from _tensors(step, f"{what}: {name}", [[file] for file in files])

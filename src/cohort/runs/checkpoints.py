@@ -4,6 +4,8 @@ step-N/                        weights, config and tokenizer, as ``transformers`
     state/                     what the loop needs to continue
         optimizer.safetensors  the optimizer's tensors, by the names of parameter and state: "lm_head.weight/exp_avg"
         reference.safetensors  the reference's weights, if it has weights of its own
+        sampler.safetensors    the weights that the rest of a rollout is to be drawn with, if they are not the policy's
+                               (``rollout.lag``)
         rollout-T.safetensors  a rollout on which the training is not complete, with rollout-T.json: of a step in
                                progress, as far as it is sampled and scored, or of later ones (``rollout.lag``)
         updates.safetensors    the updates of a step in progress, with updates.json
@@ -42,6 +44,7 @@ from cohort.runs.rollouts import (
 from cohort.runs.tensors import fill, is_sharded, named_weights, read_tensors, whole, write_tensors
 
 LOOP, OPTIMIZER, REFERENCE = "state/loop.json", "state/optimizer.safetensors", "state/reference.safetensors"
+SAMPLER = "state/sampler.safetensors"
 WEIGHTS = ""
 """Stands for the files of the policy's weights, which ``save_model`` writes."""
 ROLLOUT = "rollout-"
@@ -55,6 +58,8 @@ class Models:
     policy: Policy
     reference: Policy | None
     tokenizer: Any
+    sampler: Mapping[str, Tensor] | None = None
+    """Weights by name with which a rollout is to be drawn that was cancelled, if they are not the policy's."""
 
     @property
     def stored_reference(self) -> Policy | None:
@@ -90,6 +95,8 @@ class SavedState:
     """The last updates that were skipped because they were not finite."""
     companion: Mapping[str, Any] = field(default_factory=dict)
     """Of the object that goes along with the run: ``GRPOTrainer.steps``."""
+    has_sampler: bool = False
+    """Whether weights were loaded into ``Models.sampler``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,8 @@ def content_of(models: Models, state: SavedState) -> Content:
     tensors = {WEIGHTS: named_weights(models.policy.model), OPTIMIZER: state.optimizer["tensors"]}
     if models.stored_reference is not None:
         tensors[REFERENCE] = named_weights(models.stored_reference.model)
+    if models.sampler is not None:
+        tensors[SAMPLER] = models.sampler
     loop = {
         "step": state.step,
         "version": models.policy.version,
@@ -283,6 +292,9 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
             )
         reference = named_weights(models.stored_reference.model)
         _fill(reference, read_tensors(folder / REFERENCE), folder / "state")
+    has_sampler = models.sampler is not None and (folder / SAMPLER).exists()
+    if models.sampler is not None and has_sampler:
+        _fill(models.sampler, read_tensors(folder / SAMPLER), folder / "state")
     policy.version = loop["version"]
     set_random_state(loop["random"][rank % len(loop["random"])])
     return SavedState(
@@ -299,6 +311,7 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
         microbatch_tokens=max(0, int(loop.get("microbatch_tokens", 0))),
         nonfinite_in_a_row=max(0, int(loop.get("nonfinite_in_a_row", 0))),
         companion=dict(loop.get("companion", {})),
+        has_sampler=has_sampler,
     )
 
 

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from cohort.calls import interruptible
 from cohort.data import DataCursor
 from cohort.parallel import World
 from cohort.runs import StoredRollout
@@ -59,6 +60,8 @@ class Ahead:
         work: samples and scores. It is given this object, and tells it what it needs no longer.
         world: the ranks that share the work, for exchanges of this rollout alone.
         cancelled: whether nobody waits for it any more. None: somebody always does.
+        version: of the weights that sample it.
+        redrawable: whether a later process can draw the rest of it. If not, a stop does not cancel its sampling.
     """
 
     def __init__(
@@ -68,18 +71,22 @@ class Ahead:
         work: Callable[[Ahead], Sampled],
         world: World | None = None,
         cancelled: Callable[[], bool] | None = None,
+        *,
+        version: int = 0,
+        redrawable: bool = True,
     ) -> None:
         self.step, self.weights_step, self.world, self.cancelled = step, weights_step, world or World(), cancelled
+        self.version = version
         self.place: Place | None = None
         """Where the data goes on after it, once that is known."""
         self.unfinished: Unfinished | None = None
-        """What is complete of it after it was cancelled."""
+        """What is complete of it, should it be cancelled."""
         self.in_background = False
         """Whether it was sampled beside the training."""
-        self._work = work
+        self._work, self._redrawable = work, redrawable
         self._waited = 0.0
         self._engine_is_free, self._ended, self._abandoned = threading.Event(), threading.Event(), threading.Event()
-        self._is_sampled = False
+        self._is_sampled = self._is_left = False
         self._sampled: Sampled | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -87,7 +94,13 @@ class Ahead:
 
     def begin(self, pending: Sequence[Ahead], device: torch.device) -> Ahead:
         """Start in a thread, on the engine's device. The last of ``pending`` is scored before it."""
-        self.in_background, self.cancelled = True, self._abandoned.is_set
+        stops, self.in_background = self.cancelled, True
+
+        def cancelled() -> bool:
+            may_stop = stops is not None and (self._redrawable or self._is_sampled)
+            return self._abandoned.is_set() or bool(may_stop and stops and stops())
+
+        self.cancelled = cancelled
         self._previous = pending[-1] if pending else None
         place = _beside_training(device)
         self._thread = threading.Thread(target=self._run, args=(place,), name=f"rollout-{self.step}", daemon=True)
@@ -100,7 +113,7 @@ class Ahead:
         start = time.perf_counter()
         if self._thread is None and not self._ended.is_set():
             self._run(nullcontext())
-        self._ended.wait()
+        self.wait_until_ended()
         if clock is not None and self.in_background:
             clock.seconds["rollout_wait"] = self._waited = time.perf_counter() - start
         elif clock is not None and self._sampled is not None:
@@ -112,12 +125,27 @@ class Ahead:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is complete or has failed."""
+        """Whether it is complete, has failed or was cancelled."""
         return self._ended.is_set()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether it is sampled and scored."""
+        return self.has_ended and self._error is None
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return isinstance(self._error, CancelledError)
+
     def wait_until_ended(self) -> bool:
-        """Wait until it is complete or has failed; returns whether it is complete."""
-        self._ended.wait()
+        """Wait until it is complete, has failed or was cancelled; returns whether it is complete. When the run is to
+        stop and its time is half over, a function of the user that does not return is left behind."""
+        try:
+            with interruptible():
+                self._ended.wait()
+        except CancelledError:
+            self._leave()
         return self._error is None
 
     def wait_for_engine(self) -> bool:
@@ -143,12 +171,26 @@ class Ahead:
     def join(self) -> None:
         """Wait until it has ended after ``abandon``. A function of the user that runs in this process and takes more
         than ``ABANDON_SECONDS`` is left behind."""
-        if self._thread is not None:
+        if self._thread is not None and not self._is_left:
             self._thread.join(ABANDON_SECONDS)
             if self._thread.is_alive():
-                log.warning("the rollout of step %d goes on: a function in it does not return", self.step + 1)
+                self._leave()
+
+    def _leave(self) -> None:
+        log.warning("the rollout of step %d goes on: a function in it does not return", self.step + 1)
+        self._is_left, self._error = True, self._error or CancelledError()
+        self._ended.set()
 
     # Files ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def kept(self) -> Unfinished | None:
+        """What there is of it after it was cancelled or failed. None: it is complete or goes on, or nothing is lost by
+        sampling it anew."""
+        if self._error is None or self.unfinished is None:
+            return None
+        some = self.in_background or self.unfinished.holds_something  # in the background, with weights of its own
+        return replace(self.unfinished, weights_step=self.weights_step, version=self.version) if some else None
 
     def to_store(self) -> StoredRollout:
         """The complete rollout, as files hold it."""
@@ -186,9 +228,15 @@ class Ahead:
         self._engine_is_free.set()
 
     def wait_for_previous(self) -> None:
-        """Wait until the previous rollout is scored: functions are called in the order of the rollouts."""
+        """Wait until the previous rollout is scored: functions are called in the order of the rollouts.
+
+        Raises:
+            CancelledError: the previous one was cancelled, so this one is not to be scored.
+        """
         if self._previous is not None:
             self._previous.wait_until_ended()
+            if self._previous.is_cancelled:
+                raise CancelledError
             self._previous = None
 
     def _run(self, place: AbstractContextManager[None]) -> None:

@@ -47,7 +47,7 @@ from cohort.train.parts import TrainerParts
 from cohort.train.progress import Updates
 from cohort.train.ranks import update_engine
 from cohort.train.rollout import Rollout
-from cohort.train.sample import begin, place_after, trainer_state
+from cohort.train.sample import begin, begin_unfinished, place_after, trainer_state
 from cohort.train.stop import save_instant, stop_point
 from cohort.train.store import store_step
 from cohort.train.term_norms import term_norms
@@ -63,6 +63,7 @@ def run(
     checkpoint has begun to be."""
     policy, adaptive, sampling = parts.policy, parts.adaptive, Sampling.of(config.rollout)
     nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates, parts.world)
+    begin_unfinished(parts, schedule, config)
     if parts.metrics is not None:  # of a step after whose updates the run was stopped
         yield finish_step(parts, schedule, config, folder)
 
@@ -135,18 +136,17 @@ def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, st
     the first step have.
     """
     lag, pending = config.rollout.lag, parts.pending
-    if parts.current is not None:  # a run was stopped before its updates, or between two of them
+    if parts.current is not None:  # a run was stopped between two of its updates
         parts.current.wait(clock)
         return parts.current
     if not pending:
         pending.append(begin(parts, schedule, config, step, step, parts.cursor))
     pending[0].wait(clock)
-    current = pending.popleft()
-    while len(pending) < min(lag, schedule.steps - step - 1):
-        if (place := place_after(parts, schedule, [current, *pending])) is None:
+    while len(pending) <= min(lag, schedule.steps - step - 1):
+        if (place := place_after(parts, schedule, pending)) is None:
             break  # a pending rollout has failed: its error is raised when its step comes
-        pending.append(begin(parts, schedule, config, step + len(pending) + 1, step, place.cursor))
-    return current
+        pending.append(begin(parts, schedule, config, step + len(pending), step, place.cursor))
+    return pending.popleft()
 
 
 def with_advantages_and_logps(
@@ -230,7 +230,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
     """
     if parts.evaluator is None:
         return {}
-    parts.wait_for_pending()
+    parts.free_engine()
     update_engine(parts.engine, parts.policy, parts.layout)
     evaluations = parts.evaluator.evaluate(parts.sampler, state, cancelled=parts.wants_stop)
     step = state.global_step

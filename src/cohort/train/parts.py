@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import count, takewhile
 from typing import Any
+
+from torch import Tensor
 
 from cohort.data import DataCursor, PromptLoader
 from cohort.evaluation import Best, Evaluation, Evaluator
@@ -15,15 +17,16 @@ from cohort.parallel import Layout, Replicate, World
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import Engine, Sampler
-from cohort.runs import Models, SavedState, StoredRollout, random_state
+from cohort.runs import Models, SavedState, random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.ahead import Ahead
 from cohort.train.companion import Companion
 from cohort.train.memory import TokenBudget
 from cohort.train.optim import Optimizer
 from cohort.train.progress import Updates
+from cohort.train.ranks import sampler_copy
 from cohort.train.requests import Requests
-from cohort.train.rollout import Rollout
+from cohort.train.rollout import Rollout, uses_rounds
 from cohort.train.unfinished import Unfinished
 from cohort.train.update import NonFinite, UpdateResult
 from cohort.types import TokenBatch
@@ -83,13 +86,16 @@ class TrainerParts:
     each_update: list[dict[str, Any]] = field(default_factory=list)
     """The metrics of each update of the last complete step."""
     unfinished: dict[int, Unfinished] = field(default_factory=dict)
-    """What a stopped run has sampled and scored of its next rollout, by step."""
+    """What a stopped run has sampled and scored of its next rollouts, by step, until they are begun again."""
     saved_instant: tuple[Any, ...] | None = None
     """``instant`` of the newest checkpoint; None: it lacks what was kept since."""
     worlds: dict[int, World] = field(default_factory=dict)
     """The ranks, for exchanges of pending rollouts."""
     pending: deque[Ahead] = field(default_factory=deque)
-    """The rollouts of the next steps, which are being sampled and scored; empty unless ``rollout.lag`` is set."""
+    """The rollouts of the next steps, which are being sampled and scored. Without ``rollout.lag``, at most the one that
+    is waited for."""
+    sampler_weights: Mapping[str, Tensor] | None = None
+    """A copy of the weights that a cancelled rollout is to go on with, once the engine has taken others."""
 
     @property
     def world(self) -> World:
@@ -99,13 +105,14 @@ class TrainerParts:
     @property
     def models(self) -> Models:
         """The models, as checkpoints store them."""
-        return Models(self.policy, self.reference, self.tokenizer)
+        return Models(self.policy, self.reference, self.tokenizer, self._weights_to_go_on())
 
     @property
     def instant(self) -> tuple[Any, ...]:
         """Tells two instants of a run apart that have different checkpoints."""
         updates = self.updates.done if self.updates else 0
-        return self.complete_steps, updates, self.metrics is None, self.current is None, list(self.unfinished)
+        kept = {step: one.size for step, one in self.kept.items()}
+        return self.complete_steps, updates, self.metrics is None, self.current is None, kept
 
     @property
     def where(self) -> str:
@@ -115,7 +122,7 @@ class TrainerParts:
             return f"in the evaluation after step {self.complete_steps}"
         if self.updates and self.updates.done:
             return f"{step}, after {self.updates.done} of its updates"
-        if self.unfinished:
+        if self.current is None and self.complete_steps in self.kept:
             return f"{step}, while it was sampled or scored"
         return f"{step}, before its updates" if self.current else f"after step {self.complete_steps}"
 
@@ -128,9 +135,11 @@ class TrainerParts:
 
     def saved_state(self) -> SavedState:
         """Everything that a checkpoint stores besides the models. Waits for pending rollouts. Every rank must call."""
-        rollouts = self.wait_for_pending() | {step: one.to_store() for step, one in self.unfinished.items()}
-        if self.current is not None:
-            rollouts[self.current.step] = self.current.to_store()
+        self.wait_for_pending()
+        rollouts = {step: one.to_store() for step, one in self.kept.items()}
+        complete = [*filter(None, [self.current]), *(one for one in self.pending if one.is_complete)]
+        rollouts |= {one.step: one.to_store() for one in complete}
+        whole = takewhile(rollouts.__contains__, count(self.complete_steps))
         return SavedState(
             self.complete_steps,
             self.optimizer.state_dict(),
@@ -139,7 +148,7 @@ class TrainerParts:
             self.best.state_dict(),
             self.facts,
             self.world.gather(random_state()),
-            rollouts,
+            {step: rollouts[step] for step in whole},  # those after one that is missing are sampled anew
             self.updates.to_store() if self.updates and self.updates.done else None,
             self.metrics,
             self.budget.tokens,
@@ -163,7 +172,9 @@ class TrainerParts:
                 self.unfinished[step] = kept if same else replace(kept, calls=())
             else:
                 self.pending.append(Ahead.stored(step, rollout))
-        if self.updates or (self.pending and self.pending[0].step == state.step and not self.pending[0].in_background):
+        if (copy := sampler_copy(self.engine)) and state.has_sampler:
+            copy.version = max((one.version or 0 for one in self.unfinished.values()), default=copy.version)
+        if self.updates:
             self.current = self.pending.popleft()
         self.companion.load_state_dict(state.companion)
         self.saved_instant = self.instant
@@ -189,25 +200,43 @@ class TrainerParts:
         self.complete_steps, self.cursor, self.metrics = self.complete_steps + 1, cursor, metrics
         self.current = self.updates = None
 
-    def wait_for_pending(self) -> dict[int, StoredRollout]:
-        """Wait until the engine and the reward functions are idle. Returns the pending rollouts by step, up to the
-        first that failed: its error is raised when its step comes."""
-        ended = [one.wait_until_ended() for one in self.pending]
-        complete = ended.index(False) if False in ended else len(ended)
-        return {one.step: one.to_store() for one in islice(self.pending, complete)}
+    @property
+    def kept(self) -> dict[int, Unfinished]:
+        """What there is of the rollouts that were cancelled or failed, by step."""
+        return self.unfinished | {one.step: one.kept for one in self.pending if one.kept}
 
-    def keep_unfinished(self) -> None:
-        """Keep what is complete of the next rollout, which was cancelled or failed, if its weights are the present
-        ones: the rest can be drawn later."""
-        one = self.pending[0] if self.pending else None
-        if one and one.unfinished and one.unfinished.holds_something and not one.in_background:
-            self.pending.popleft()
-            self.unfinished[one.step] = one.unfinished
-            self.saved_instant = None  # more than the checkpoint holds that the run has resumed from
+    def wait_for_pending(self) -> None:
+        """Wait until the engine and the reward functions are idle. A pending rollout's error is raised when its step
+        comes."""
+        for one in self.pending:
+            one.wait_until_ended()
 
-    def abandon_pending(self) -> None:
-        """End the pending rollouts. A run that goes on samples them anew."""
+    def free_engine(self) -> None:
+        """Wait until the engine is idle, and may take other weights for a while."""
+        self.wait_for_pending()
+        if weights := self._weights_to_go_on():
+            self.sampler_weights = {name: weight.to("cpu", copy=True) for name, weight in weights.items()}
+
+    def cancel_pending(self) -> None:
+        """End the pending rollouts; what is complete of them stays."""
         for one in self.pending:
             one.abandon()
-        while self.pending:
-            self.pending.popleft().join()
+        for one in self.pending:
+            one.join()
+
+    def copied_weights(self) -> Mapping[str, Tensor] | None:
+        """The weights that the engine samples with while the policy is trained; None: it has no copy here."""
+        copy = sampler_copy(self.engine)
+        return None if copy is None else copy.weights_beside(self.policy)
+
+    def needs_sampler(self, one: Unfinished) -> bool:
+        """Whether the rest of a rollout is to be drawn with other weights than the present ones."""
+        to_draw = not one.drawn or uses_rounds(self.objective)
+        return to_draw and one.version not in (None, self.policy.version)
+
+    def _weights_to_go_on(self) -> Mapping[str, Tensor] | None:
+        """The weights to draw the rest of a cancelled rollout with, if they are not the present ones. The engine works
+        for one rollout at a time, so there are no others."""
+        if not any(map(self.needs_sampler, self.kept.values())):
+            return None
+        return self.sampler_weights or self.copied_weights()

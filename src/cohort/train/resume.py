@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def resume(
 
     def restore() -> None:
         with damage_named(checkpoint):
-            saved = load_checkpoint(checkpoint, parts.models, rank=parts.world.rank)
+            models = replace(parts.models, sampler=parts.copied_weights())
+            saved = load_checkpoint(checkpoint, models, rank=parts.world.rank)
             parts.restore(saved, best)
         if config.optim.microbatch_tokens is None:  # sums in the order of the run, whatever memory is free now
             parts.budget.tokens = saved.microbatch_tokens or parts.budget.tokens

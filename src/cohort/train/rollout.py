@@ -15,6 +15,11 @@ from cohort.train.layout import group_numbers
 from cohort.types import Completion, FinishReason, Group, TokenBatch
 
 
+def uses_rounds(objective: Objective) -> bool:
+    """Whether a rollout may take several rounds, so that its rewards decide when it is complete."""
+    return isinstance(objective.group_filter, DynamicSampling)
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Scored groups in the order in which they were sampled."""

@@ -20,8 +20,8 @@ from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
 from cohort.train.ahead import Ahead, Place, Sampled
 from cohort.train.clock import PhaseClock
 from cohort.train.parts import TrainerParts
-from cohort.train.ranks import may_draw_apart, reads_trained, update_engine
-from cohort.train.rollout import Rollout
+from cohort.train.ranks import may_draw_apart, reads_trained, sampler_copy, update_engine
+from cohort.train.rollout import Rollout, uses_rounds
 from cohort.train.unfinished import Unfinished
 
 
@@ -41,30 +41,89 @@ def begin(
         ConfigError: with a lag, the engine has no weights of its own.
     """
     update_engine(parts.engine, parts.policy, parts.layout)
-    lag, work = config.rollout.lag, partial(sample, parts, schedule, config, step, cursor)
+    lag, version = config.rollout.lag, parts.policy.version
     if not lag:
-        return Ahead(step, weights_step, work, parts.world, parts.wants_stop)
+        work = partial(sample, parts, schedule, config, step, cursor)
+        return Ahead(step, weights_step, work, parts.world, parts.wants_stop, version=version)
     if reads_trained(parts.engine):
         raise ConfigError(
             f"rollout.lag is {lag}, and the engine samples with the weights that are trained meanwhile: make it with "
             "local_engine(..., ahead=True), or set rollout.lag to 0"
         )
+    return _begin_beside(parts, schedule, config, step, weights_step, version, cursor)
+
+
+def _begin_beside(
+    parts: TrainerParts,
+    schedule: Schedule,
+    config: GRPOConfig,
+    step: int,
+    weights_step: int,
+    version: int,
+    cursor: DataCursor,
+) -> Ahead:
+    """The rollout of a step, sampled in the background with the weights that the engine has, of this version."""
     # Exchanges of the background must not come between those of the training, nor between those of another rollout.
-    if step % lag not in parts.worlds:
-        parts.worlds[step % lag] = parts.world.beside()
-    return Ahead(step, weights_step, work, parts.worlds[step % lag]).begin(parts.pending, parts.policy.device)
+    number = step % config.rollout.lag
+    if number not in parts.worlds:
+        parts.worlds[number] = parts.world.beside()
+    work, redrawable = partial(sample, parts, schedule, config, step, cursor), sampler_copy(parts.engine) is not None
+    one = Ahead(
+        step, weights_step, work, parts.worlds[number], parts.wants_stop, version=version, redrawable=redrawable
+    )
+    return one.begin(parts.pending, parts.policy.device)
+
+
+def begin_unfinished(parts: TrainerParts, schedule: Schedule, config: GRPOConfig) -> None:
+    """Begin again, beside the training, what a stopped run had pending of its rollouts, each with the weights that it
+    was sampled with. Rollouts after the first of which that is not possible are dropped, and sampled anew."""
+    copy, lag = sampler_copy(parts.engine), config.rollout.lag
+    able = {
+        step: kept
+        for step, kept in parts.unfinished.items()
+        if not parts.needs_sampler(kept) or (copy and copy.version == kept.version)
+    }
+    stored: dict[int, Ahead | Unfinished] = {**able, **{one.step: one for one in parts.pending}}
+    first = parts.complete_steps + (parts.current is not None)
+    steps = list(takewhile(stored.__contains__, range(first, schedule.steps)))
+    if not lag:  # one that is not complete is begun when its step comes, with the weights of that time
+        steps = list(takewhile(lambda step: step == first or isinstance(stored[step], Ahead), steps))
+    parts.unfinished = {step: kept for step, kept in parts.unfinished.items() if step in steps}
+    parts.pending.clear()
+    if lag and parts.unfinished and not any(map(parts.needs_sampler, parts.unfinished.values())):
+        update_engine(parts.engine, parts.policy, parts.layout)
+    for step in steps:
+        one, before = stored[step], [*filter(None, [parts.current]), *parts.pending]
+        if isinstance(one, Ahead):
+            parts.pending.append(one)
+            continue
+        if not lag:
+            break
+        if len(parts.pending) >= lag:  # begun with a larger lag: exchanges of two rollouts must not meet
+            parts.pending[-1].wait_until_ended()
+        place = place_after(parts, schedule, before) if before else Place(parts.cursor, {})
+        if place is None:
+            break  # a rollout before it has failed: its error is raised when its step comes
+        weights_step = step if one.weights_step is None else one.weights_step
+        version = parts.policy.version if one.version is None else one.version
+        parts.pending.append(_begin_beside(parts, schedule, config, step, weights_step, version, place.cursor))
 
 
 def place_after(parts: TrainerParts, schedule: Schedule, rollouts: Sequence[Ahead]) -> Place | None:
     """Where the data goes on after the next rollouts of a run, in order; None if one of them failed.
 
     Waits until the engine is free and, if the next prompts depend on the rewards, until the last rollout is scored.
+
+    Raises:
+        CancelledError: one of them was cancelled.
     """
     depends = uses_rounds(parts.objective) or schedule.config.data.curriculum == "measured"
     cursor = parts.cursor
     for one in rollouts:
         if one.place is None:
             if not (one.wait_until_ended() if depends else one.wait_for_engine()):
+                if one.is_cancelled:
+                    raise CancelledError
                 return None
             used, rewards = schedule.prompts_of(one.step), dict[int, float]()
             if depends:
@@ -110,6 +169,8 @@ def sample(
                 if not uses_rounds(parts.objective):
                     metrics = sampler.metrics()
                     ahead.free_engine()
+                # Should a function not return, what is drawn stays.
+                ahead.unfinished = Unfinished.of(rollout, groups, (), added(spent, metrics or {}))
                 ahead.wait_for_previous()
                 with clock("reward"):
                     scored = Rollout.of(groups, scoring.finish(groups), parts.objective)
@@ -122,7 +183,6 @@ def sample(
                 raise
         rollout = scored if rollout is None else rollout + scored
     rollout.check_drawn()
-    ahead.unfinished = None
     return Sampled(rollout, clock.seconds, added(spent, sampler.metrics() if metrics is None else metrics))
 
 
@@ -135,16 +195,8 @@ def drop_resized(parts: TrainerParts, schedule: Schedule) -> None:
     """Drop pending rollouts from the first on whose step now takes another number of prompts, as the last step of a run
     does after ``run.num_epochs`` was raised. They are drawn anew."""
     if not uses_rounds(parts.objective):
-        current = parts.current
-        if current and not parts.updates and len(current.wait().rollout.sampled) != schedule.prompts_of(current.step):
-            parts.current = None
         kept = takewhile(lambda one: len(one.wait().rollout.sampled) == schedule.prompts_of(one.step), parts.pending)
         parts.pending = deque(kept)
-
-
-def uses_rounds(objective: Objective) -> bool:
-    """Whether a rollout may take several rounds, so that its rewards decide when it is complete."""
-    return isinstance(objective.group_filter, DynamicSampling)
 
 
 def another_round(rollout: Rollout, target: int, objective: Objective) -> bool:

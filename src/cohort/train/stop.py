@@ -46,6 +46,7 @@ def save_instant(parts: TrainerParts, folder: RunFolder, *, wait: bool = False) 
         folder: its folder.
         wait: whether to return only when it is written.
     """
+    parts.wait_for_pending()
     if parts.instant != parts.saved_instant:
         if folder.save_checkpoint(parts.models, parts.saved_state(), parts.world, wait=wait):
             parts.saved_instant = parts.instant

@@ -27,6 +27,10 @@ class Unfinished:
     """Whether every completion of the round has ended."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the sampler."""
+    weights_step: int | None = None
+    """Complete steps when it began; None: as many as before its own."""
+    version: int | None = None
+    """Of the weights that sample it."""
 
     @classmethod
     def of(
@@ -52,6 +56,11 @@ class Unfinished:
     def holds_something(self) -> bool:
         """Whether anything is complete."""
         return self.rollout is not None or any(self.samples)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """How much is complete: rounds, completions of the next one, and calls."""
+        return self.rollout.rounds if self.rollout else 0, sum(map(len, self.samples)), len(self.calls)
 
     def round_of(self, prompts: Sequence[Prompt], *, apart: bool) -> Unfinished:
         """The cancelled round, if it was of these prompts, and all of it is drawn or the rest may be drawn ``apart``;
@@ -88,7 +97,7 @@ class Unfinished:
         """It, as files hold it."""
         rounds = self.rollout
         facts = {"samples": self.samples, "calls": self.calls, "drawn": self.drawn, "metrics": self.metrics}
-        facts |= {"rounds": 0, "is_used": ()}
+        facts |= {"rounds": 0, "is_used": (), "weights_step": self.weights_step, "version": self.version}
         if rounds:
             facts |= {"rounds": rounds.rounds, "is_used": rounds.is_used_P}
         sampled = rounds.sampled if rounds else []
@@ -106,7 +115,9 @@ class Unfinished:
         rounds = None
         if stored.scores is not None:
             rounds = Rollout(list(stored.groups[:whole]), stored.scores, facts["is_used"], facts["rounds"])
-        return cls(rounds, stored.groups[whole:], *(facts[name] for name in ("samples", "calls", "drawn", "metrics")))
+        members = {name: facts[name] for name in ("samples", "calls", "drawn", "metrics")}
+        members |= {name: facts.get(name) for name in ("weights_step", "version")}
+        return cls(rounds, stored.groups[whole:], **members)
 
 
 def _merged(old: Group, samples: Sequence[int], new: Group) -> tuple[Completion, ...]:

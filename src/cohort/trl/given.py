@@ -24,6 +24,20 @@ def default_arguments(model: Any) -> Arguments:
     return Arguments(f"{Path(name).name}-GRPO")
 
 
+def of_revision(model: Any, args: Any) -> Any:
+    """The folder of the revision that ``args.model_init_kwargs`` names. A loaded model has its revision, as in TRL.
+
+    Raises:
+        ModelError: there is no such revision.
+    """
+    from cohort.policy import folder_of_revision
+
+    revision = (args.model_init_kwargs or {}).get("revision")
+    if not isinstance(model, str) or revision in (None, "main"):
+        return model
+    return folder_of_revision(model, revision)
+
+
 def prepared_model(
     model: Any, args: Any, config: GRPOConfig, peft_config: Any = None, quantization_config: Any = None
 ) -> Any:

@@ -15,24 +15,23 @@ from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 import cohort.trainer
-from cohort.errors import ConfigError, RunFolderError, Stopped
+from cohort.errors import ConfigError, Stopped
+from cohort.policy import read_config
 from cohort.report.console.describe import announce
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
-from cohort.trl.given import count_prompts, default_arguments, prepared_model, reward_functions, rows
+from cohort.trl.given import count_prompts, default_arguments, of_revision, prepared_model, reward_functions, rows
 from cohort.trl.hub import create_repo, upload, write_card
 from cohort.trl.logs import Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
 from cohort.trl.processes import Processes
-from cohort.trl.translate import check_args, translate
+from cohort.trl.translate import check_args, errors_in_trl_terms, translate
 
 AGAIN = "the same script and train(resume_from_checkpoint=True)"
 """How to continue a run."""
-TERMS = {"train(resume=True)": "train(resume_from_checkpoint=True)", "run.output_dir": "output_dir"}
-"""Names in errors about the run folder, and TRL's."""
 
 
 class GRPOTrainer:
@@ -87,22 +86,25 @@ class GRPOTrainer:
         check_args(args)
         _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
         set_seed(args.seed)
+        model = of_revision(model, args)
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
         count = count_prompts(train_dataset)
         batch = Batch.of(args, args.world_size)
-        config = translate(args, world_size=args.world_size, num_prompts=count)
+        model_config = read_config(model, trust_remote_code=args.trust_remote_code)
+        config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, lambda: self.state)
         self.state, self.control = TrainerState(), TrainerControl()
-        self.core = cohort.trainer.GRPOTrainer(
-            prepared_model(model, args, config, peft_config, quantization_config),
-            self.reward_funcs,
-            config,
-            self.train_dataset,
-            None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-            getattr(processing_class, "tokenizer", processing_class) or _tokenizer_of(model, config),
-            tools,
-            environment_factory,
-        )
+        with errors_in_trl_terms():
+            self.core = cohort.trainer.GRPOTrainer(
+                prepared_model(model, args, config, peft_config, quantization_config),
+                self.reward_funcs,
+                config,
+                self.train_dataset,
+                None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
+                getattr(processing_class, "tokenizer", processing_class) or _tokenizer_of(model, config),
+                tools,
+                environment_factory,
+            )
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
         self.accelerator = Processes(self.core.world, self.core.policy.device)
@@ -145,7 +147,7 @@ class GRPOTrainer:
         if self.is_world_process_zero() and self.core.args.report.progress:
             announce(self._notice)
         hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
-        with _in_terms_of_trl(), self.core.obeying_signals(), hint:
+        with errors_in_trl_terms(), self.core.obeying_signals(), hint:
             steps = self.core.steps(resume=resume, companion=self._events)
             first = self.state.global_step
             self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -346,15 +348,3 @@ def _tokenizer_of(model: Any, config: Any) -> Any:
     from cohort.train.inputs import model_name
 
     return load_tokenizer(model_name(model), trust_remote_code=config.model.trust_remote_code)
-
-
-@contextlib.contextmanager
-def _in_terms_of_trl() -> Iterator[None]:
-    """Errors about the run folder, and how to continue, with the names of TRL's arguments."""
-    try:
-        yield
-    except RunFolderError as error:
-        text = str(error)
-        for name, other in TERMS.items():
-            text = text.replace(name, other)
-        raise RunFolderError(text) from error

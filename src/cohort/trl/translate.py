@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import cohort.config
 from cohort.config import GRPOConfig
-from cohort.errors import ConfigError, did_you_mean
+from cohort.errors import CohortError, ConfigError, did_you_mean
 from cohort.trl.batch import Batch
 from cohort.trl.config import GRPOConfig as Arguments
 from cohort.trl.config import check_refused
@@ -38,8 +39,8 @@ SAMPLING = {
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
 }
 """Keys of ``generation_kwargs`` with Cohort's settings."""
-LOADING = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
-"""Keys of ``model_init_kwargs`` without effect."""
+LOADING = ("revision", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
+"""Keys of ``model_init_kwargs`` that the trainer reads, and those without effect."""
 DTYPES = {"bfloat16": "bfloat16", "float32": None, "auto": None}
 
 
@@ -91,10 +92,8 @@ def translate(
     }
     for section, values in (given or {}).items():
         settings[section] = {**settings[section], **values}
-    try:
+    with errors_in_trl_terms():
         return GRPOConfig(**settings)
-    except ConfigError as error:
-        raise ConfigError(in_trl_terms(str(error))) from None
 
 
 def check_args(args: Any) -> None:
@@ -111,13 +110,24 @@ def check_args(args: Any) -> None:
     check_refused(args)
 
 
+@contextmanager
+def errors_in_trl_terms() -> Iterator[None]:
+    """Errors name TRL's fields in place of Cohort's settings."""
+    try:
+        yield
+    except CohortError as error:
+        error.args = (in_trl_terms(str(error)),)
+        raise
+
+
 def in_trl_terms(text: str) -> str:
-    """An error's text with TRL's fields in place of Cohort's settings.
+    """A text with TRL's fields in place of Cohort's settings.
 
     >>> in_trl_terms("rollout.max_completion_length must be positive; see optim.microbatch_tokens")
     'max_completion_length must be positive; see optim.microbatch_tokens'
     """
-    return SETTING.sub(lambda found: " or ".join(setting_fields(found[0])) or found[0], text)
+    text = SETTING.sub(lambda found: " or ".join(setting_fields(found[0])) or found[0], text)
+    return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
 
 
 def _model(args: Any, model_config: Any) -> Settings:
@@ -126,7 +136,6 @@ def _model(args: Any, model_config: Any) -> Settings:
     loading.pop("torch_dtype", None)
     compute = DTYPES[one_of("model_init_kwargs['dtype']", dtype, DTYPES)]
     trusted = bool(args.trust_remote_code or loading.pop("trust_remote_code", False))
-    revision = loading.pop("revision", None)
     if unknown := sorted(set(loading) - set(LOADING)):
         raise ConfigError(
             f"model_init_kwargs has {', '.join(map(repr, unknown))}, which is not supported here: load the model in "
@@ -135,7 +144,6 @@ def _model(args: Any, model_config: Any) -> Settings:
     settings: Settings = {
         "precision": compute or ("bfloat16" if args.bf16 or args.mixed_precision == "bf16" else "float32"),
         "device": "cpu" if args.use_cpu else "auto",
-        "revision": "" if revision in (None, "main") else revision,
         "trust_remote_code": trusted,
         "gradient_checkpointing": bool(args.gradient_checkpointing) and args.device.type != "cpu",
     }
@@ -220,8 +228,8 @@ def _optim(args: Any, updates: int) -> Settings:
         )
     if rule not in OPTIMIZERS:
         raise ConfigError(
-            f"optim {rule!r} is not supported here: set one of {', '.join(OPTIMIZERS)}; Cohort's own trainer also has "
-            "adafactor and muon"
+            f"optim {rule!r} is not supported here: set one of {', '.join(OPTIMIZERS)}, or pass an optimizer as "
+            "optimizers=(optimizer, None) to GRPOTrainer"
         )
     settings: Settings = {
         "optimizer": OPTIMIZERS[rule],
