@@ -14,13 +14,14 @@ from datasets import Dataset
 
 from cohort.policy import load_tokenizer
 
-from ..conftest import DEMO_MODEL, telling, tiny_llama
+from ..conftest import DEMO_MODEL, ROOT, telling, tiny_llama
 from .runs import TEXTS, Record, face_run, trl_run
 
 WEIGHTS = 1e-5
 """Rounding alone leaves 3e-6, where the weights have moved by 2e-3 to 8e-3."""
 LOGS = 1e-4
 """Of the value, or absolute below 1: both sides log float32, and TRL's policy loss is a sum that cancels."""
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime"} | {
     "eval_samples_per_second",
     "eval_steps_per_second",
@@ -71,13 +72,19 @@ PARTED = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_step
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 2.75, "entropy_coef_delta": 0.05}
 OPTIMIZER = {"max_grad_norm": 0.1, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "adam_beta2": 0.9}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+EVALUATION_LACKS = {
+    *("eval_loss", "eval_entropy", "eval_num_tokens", "eval_reward_std", "eval_frac_reward_zero_std"),
+    *("eval_completions/min_length", "eval_completions/max_length", "eval_rewards/even/std"),
+    *(f"eval_completions/{part}_terminated_length" for part in ("mean", "min", "max")),
+    *(f"eval_clip_ratio/{part}" for part in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
+}
 
 CASES = {
     "defaults": Case(),
     "grpo": Case(GRPO),
     "bnpo": Case({"loss_type": "bnpo"}),
     "dr_grpo": Case({"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "luspo": Case({"loss_type": "luspo", "importance_sampling_level": "sequence", **TWICE}),
+    "luspo": Case({"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.4, **TWICE}),
     "cispo": Case({"loss_type": "cispo", "epsilon_high": 5.0, **TWICE}),
     "sapo": Case({"loss_type": "sapo", "sapo_temperature_pos": 0.9, "sapo_temperature_neg": 1.2, **TWICE}),
     "vespo": Case({"loss_type": "vespo", **TWICE}, {"vespo/phi_seq_mean"}),
@@ -106,7 +113,13 @@ CASES = {
     "off-policy mask": Case({**GRPO, "off_policy_mask_threshold": 1e-3, **TWICE}),
     "optimizer": Case({**OPTIMIZER, "temperature": 0.7, "logging_steps": 2, "max_steps": 4}),
     "epochs": Case({"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 16}),
-    "evaluation": Case(EVALUATION, evaluation=True),
+    "evaluation": Case(EVALUATION, EVALUATION_LACKS, evaluation=True),
+    "rest of the log": Case({"logging_steps": 2, "logging_first_step": True}),
+    "no lower bound": Case({**GRPO, "epsilon": 10.0, **TWICE}),
+    "two passes in an update": Case(
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_iterations": 4, **GRPO}
+        | {"max_steps": 4, "learning_rate": 3e-3}
+    ),
     "everything": Case(
         {"beta": 0.05, "mask_truncated_completions": True, "reward_weights": [1.0, 0.3], "logging_steps": 2}
         | {"max_steps": 4, **ACCUMULATED},
@@ -171,6 +184,15 @@ def test_weights_and_logs(name, model, tmp_path):
     assert set(found) == case.differs, found
 
 
+def test_documentation():
+    page = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
+    page = page[page.index("## Differences") : page.index("## All arguments")]
+    assert f"For {len(CASES)} configurations" in page
+    for key in {key for case in CASES.values() for key in case.differs}:
+        key = key.replace("/even/", "/NAME/")
+        assert f"`{key}`" in page or f"`{key.rpartition('/')[0]}/...`" in page, key
+
+
 GENERATIONS = {"generation_batch_size": 8, "gradient_accumulation_steps": 2, "max_steps": 2}
 """An update of two generations."""
 TOGETHER = {"per_device_train_batch_size": 16, "max_steps": 2}
@@ -188,10 +210,7 @@ DIFFERENT = {
         Case({**GRPO, "top_entropy_quantile": 0.5, **ACCUMULATED}),
         Case({**GRPO, "top_entropy_quantile": 0.5}),
     ),
-    "entropy bonus": (
-        Case({**GRPO, "entropy_coef": 0.5, **ACCUMULATED}),
-        Case({**GRPO, "entropy_coef": 0.5}),
-    ),
+    "entropy bonus": (Case({**GRPO, "entropy_coef": 0.5, **ACCUMULATED}), Case({**GRPO, "entropy_coef": 0.5})),
 }
 """Arguments whose weights differ, and those with which TRL has Cohort's."""
 

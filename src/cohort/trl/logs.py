@@ -3,7 +3,7 @@
 TRL logs every ``logging_steps`` updates. A number of a rollout (``reward``, ``completions/...``) belongs to the
 rollout's first update, and an entry has the mean over the rollouts that began in its window; without any, it lacks the
 key. A number of an update (``kl``, ``entropy``, ``clip_ratio/...``) is averaged over the updates of the window.
-``grad_norm`` and ``learning_rate`` are those of the last update. ``DIFFERENCES`` lists what is not as in TRL 1.16.0.
+``grad_norm`` and ``learning_rate`` are those of the last update. docs/trl.md lists what is not as in TRL 1.16.0.
 """
 
 from __future__ import annotations
@@ -20,23 +20,8 @@ from cohort.presets.trust_regions import Cap, PPOClip
 
 Numbers = Mapping[str, float | None]
 
-DIFFERENCES = {
-    "entropy": "over the completions that an update uses: those with advantage 0 are skipped unless a KL, an entropy "
-    "bonus or `top_entropy_quantile` needs them",
-    "kl, entropy, clip_ratio/...": "the mean over the tokens of an update, where TRL averages the means of its "
-    "microbatches; the same with one microbatch in an update",
-    "clip_ratio/low_min, clip_ratio/high_max": "over the completions of an update, where TRL averages the extremes of "
-    "its microbatches",
-    "frac_reward_zero_std": "a group with fewer than two scored completions counts",
-    "completions/...": "without completions that could not be drawn because the logits are NaN",
-    "step_time": "the seconds of a rollout and its updates, divided by the number of updates",
-    "entropy_coef": "the coefficient that the update applied, 0 while the entropy is above `entropy_target`",
-    "vespo/phi_seq_mean, sampling/importance_sampling_ratio/...": "missing; `ratio/...`, `sampler/...` and "
-    "`mismatch/...` take their place",
-    "eval_loss, eval_kl, eval_entropy, eval_reward_std, eval_completions/min_length, ...": "missing: an evaluation "
-    "makes no pass of the loss; `eval/.../low` and `eval/.../high` are confidence intervals",
-}
-"""What is not as in TRL 1.16.0, by key; for docs/trl.md."""
+OF_TRANSFORMERS = ("loss", "grad_norm", "learning_rate")
+"""Keys that an entry begins with. What is left of a window at the end of a run is logged without them."""
 NOT_LOGGED = ("step", "time")
 """Metrics of a rollout that do not stand beside TRL's keys: their means mean nothing."""
 
@@ -105,7 +90,7 @@ class Window:
         means = _means(self._own) | means
         last = self._of_updates[-1] if self._of_updates else {}
         means |= {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}
-        first = [key for key in ("loss", "grad_norm", "learning_rate") if key in means]
+        first = [key for key in OF_TRANSFORMERS if key in means]
         self._own, self._of_rollouts, self._of_updates = [], [], []
         return {key: means[key] for key in [*first, *(key for key in means if key not in first)]}
 
