@@ -109,7 +109,7 @@ CASES = {
     "masked": Case({"mask_truncated_completions": True}),
     "top entropy": Case({**GRPO, "top_entropy_quantile": 0.5}),
     "entropy bonus": Case({**GRPO, "entropy_coef": 0.1}),
-    "adaptive entropy": Case({**GRPO, **ADAPTIVE, "max_steps": 6}, {"entropy_coef"}),
+    "adaptive entropy": Case({**GRPO, **ADAPTIVE, "max_steps": 6}),
     "off-policy mask": Case({**GRPO, "off_policy_mask_threshold": 1e-3, **TWICE}),
     "optimizer": Case({**OPTIMIZER, "temperature": 0.7, "logging_steps": 2, "max_steps": 4}),
     "epochs": Case({"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 16}),

@@ -141,6 +141,26 @@ def test_the_loss_has_all_terms():
     assert update_keys({"grad_norm": 0.0, "learning_rate": 0.1, "tokens": 0}, preset("default"))["loss"] == 0.0
 
 
+def test_the_entropy_coefficient_is_the_one_after_the_update():
+    log = window(entropy={"rule": "entropy", "coefficient": 0.01, "target": 2.5, "step": 0.004, "maximum": 0.013})
+    logged = []
+    for number, applied in ((1, 0.0), (1, 0.013), (2, 0.013)):  # entropies 2, 2, 3
+        log.add(update(number, entropy_coefficient=applied))
+        stored = log.state_dict()  # a run may be stopped and resumed here
+        log = window(entropy={"rule": "entropy", "coefficient": 0.01, "target": 2.5, "step": 0.004, "maximum": 0.013})
+        log.load_state_dict(stored)
+        logged.append(log.entry())
+    assert [entry["entropy_coef"] for entry in logged] == pytest.approx([0.013, 0.013, 0.009])
+    assert logged[1]["loss"] == pytest.approx(-0.25 - 0.013 * 2)
+
+
+def test_the_load_balancing_loss_is_part_of_the_loss():
+    log = window(model={"router_aux_loss_coef": 0.1})
+    log.add(update(1, router_loss=2.0))
+    entry = log.entry()
+    assert (entry["aux_loss"], entry["loss"]) == (2.0, pytest.approx(-0.25 + 0.2))
+
+
 @pytest.mark.parametrize(
     ("name", "keys"),
     [

@@ -115,7 +115,11 @@ def update(
         def seen() -> tuple[UpdateTokens, TokenStatistics]:
             tokens = update_tokens(batch, active, weights, forwards)
             logps_N[active.tokens_N] = tokens.logps_N
-            return tokens, token_statistics(context.objective, tokens) + idle
+            statistics = token_statistics(context.objective, tokens) + idle
+            if balance is not None:
+                parts = [forward.router_loss for forward in forwards if forward.router_loss is not None]
+                statistics.sums["router_loss"] = float(torch.stack(parts).sum()) / balance.coefficient
+            return tokens, statistics
 
         tokens, statistics = together(context.world, seen)
         grad_norm = step(context)
@@ -206,7 +210,7 @@ def backward_passes(
             if balance is not None:
                 losses["router"] = balance.loss(states.router_logits)
             torch.stack(list(losses.values())).sum().backward()
-            forwards.append(forward)
+            forwards.append(replace(forward, router_loss=losses["router"].detach()) if "router" in losses else forward)
     return forwards
 
 

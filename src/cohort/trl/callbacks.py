@@ -58,15 +58,9 @@ class Printer(PrinterCallback):  # type: ignore[misc]
 def handler_of(
     args: Any, callbacks: Sequence[Any] | None, model: Any, tokenizer: Any, optimizer: Any, window: Window
 ) -> Handler:
-    """A handler of transformers with its default callbacks, those of the trackers in ``report_to``, and the given ones.
-
-    Raises:
-        ConfigError: one is no callback of transformers.
-    """
+    """A handler with the default callbacks, those of the trackers in ``report_to``, and the given ones."""
     from transformers.integrations import get_reporting_integration_callbacks
 
-    for callback in callbacks or ():
-        check_callback(callback)
     own = [DefaultFlow, *get_reporting_integration_callbacks(args.report_to), *(callbacks or ())]
     handler = Handler(own, model, tokenizer, optimizer.rules[0], optimizer.schedules[0])
     handler.add_callback((Printer if args.disable_tqdm else Progress)(window))

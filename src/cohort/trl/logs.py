@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cohort.config import GRPOConfig
-from cohort.objective import Objective
+from cohort.objective import Objective, next_entropy_coefficient
 from cohort.presets.parts import BatchStd
 from cohort.presets.trust_regions import Cap, PPOClip
 
@@ -37,6 +37,9 @@ class Window:
     def __init__(self, config: GRPOConfig, num_tokens: int = 0) -> None:
         self._generations, self._objective = config.rollout.num_generations, config.resolved_objective
         self._served = config.rollout.engine == "vllm" and bool(self._objective.mismatch)
+        self._router, bonus = config.model.router_aux_loss_coef, self._objective.entropy
+        self._entropy_coef = bonus.coefficient if bonus else 0.0
+        self._entropy: float | None = None
         self.num_tokens = num_tokens
         """Tokens of all rollouts, each completion with its prompt."""
         self.total_loss, self.updates = 0.0, 0
@@ -61,10 +64,21 @@ class Window:
             self._step_time = (rollout["seconds/step"] or 0.0) / max(1, updates)
             self._of_rollouts.append(rollout_keys(rollout, self._objective, self._generations, served=self._served))
             self._own.append({key: value for key, value in rollout.items() if _stands_beside(key)})
-        found = update_keys(update, self._objective)
+        found = update_keys(update, self._objective, self._router)
+        if found and self._objective.entropy:
+            found["entropy_coef"] = self._next_entropy_coef(update)
         self.total_loss += found.get("loss") or 0.0
         self.updates += 1
         self._of_updates.append(found | {"step_time": self._step_time})
+
+    def _next_entropy_coef(self, update: Numbers) -> float:
+        """The coefficient after an update, which TRL logs; the update may have applied none (``entropy_coefficient``).
+        See ``cohort.train.adapt.Adaptive``."""
+        bonus = self._objective.entropy
+        self._entropy = update.get("entropy", self._entropy)
+        if bonus is not None and self._entropy is not None:
+            self._entropy_coef = next_entropy_coefficient(bonus, self._entropy_coef, self._entropy)
+        return self._entropy_coef
 
     def without_own(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """An entry of the log, of training or evaluation, with TRL's keys only."""
@@ -131,17 +145,20 @@ def rollout_keys(
     return found | {key.removeprefix("custom/"): value for key, value in metrics.items() if key.startswith("custom/")}
 
 
-def update_keys(metrics: Numbers, objective: Objective) -> dict[str, float | None]:
+def update_keys(metrics: Numbers, objective: Objective, router_coef: float = 0.0) -> dict[str, float | None]:
     """TRL's keys of an update. ``loss`` is what TRL minimises: the negative value of the policy term, plus beta times
-    the KL, minus the entropy bonus; 0 if no completion has an advantage."""
+    the KL, minus the entropy bonus, plus ``router_coef`` times the load-balancing loss; 0 if no completion has an
+    advantage."""
     if not metrics:
         return {}
     policy = -(metrics.get("policy_value") or 0.0) + objective.beta * (metrics.get("kl_value_weighted") or 0.0)
-    found: dict[str, float | None] = {"loss": policy}
+    router_loss = metrics.get("router_loss")
+    found: dict[str, float | None] = {"loss": policy + router_coef * (router_loss or 0.0)}
     if objective.entropy:
-        coefficient = metrics["entropy_coefficient"] or 0.0
-        found["loss"] = policy - coefficient * (metrics.get("entropy") or 0.0)
-        found |= {"policy_loss": policy, "entropy_coef": coefficient}
+        bonus = (metrics["entropy_coefficient"] or 0.0) * (metrics.get("entropy") or 0.0)
+        found |= {"loss": (found["loss"] or 0.0) - bonus, "policy_loss": policy}
+    if router_loss is not None:
+        found["aux_loss"] = router_loss
     if objective.beta:
         found["kl"] = metrics.get("kl/k3_weighted")
     found["entropy"] = metrics.get("entropy")
@@ -197,7 +214,10 @@ def zero_std_share(metrics: Numbers, objective: Objective) -> float | None:
     return metrics["groups/dead_share"]
 
 
-_STATE = ("num_tokens", "total_loss", "updates", "_step_time", "_of_rollouts", "_own", "_of_updates")
+_STATE = (
+    *("num_tokens", "total_loss", "updates", "_step_time", "_of_rollouts", "_own", "_of_updates"),
+    *("_entropy_coef", "_entropy"),
+)
 _EXTREMES = ("mean", "min", "max")
 _EVALUATION = {
     "reward/mean": "reward",

@@ -108,6 +108,8 @@ class GRPOTrainer:
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
         self.accelerator = Processes(self.core.world, self.core.policy.device)
+        if optimizers[0] is not None:
+            self.core.optimizer.use(*optimizers)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
         window, optimizer = Window(config), self.core.optimizer
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
@@ -334,12 +336,12 @@ def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any
         )
     if not isinstance(callbacks, list | tuple | None):
         raise ConfigError(f"callbacks: expected a list of callbacks, got {type(callbacks).__name__}: pass it by name")
+    for callback in callbacks or ():
+        check_callback(callback)
     if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
         raise ConfigError(f"optimizers: expected (optimizer, scheduler), got {optimizers!r:.80}: pass it by name")
-    if any(one is not None for one in optimizers):
-        raise ConfigError(
-            "optimizers: a ready optimizer is not supported here; set optim, learning_rate and the others"
-        )
+    if optimizers[0] is None and optimizers[1] is not None:
+        raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ConfigError(f"eval_strategy is {str(args.eval_strategy.value)!r}, and there is no eval_dataset")
 
