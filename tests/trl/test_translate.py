@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from transformers import LlamaConfig, MixtralConfig
@@ -18,6 +19,12 @@ from cohort.trl.batch import Batch
 from cohort.trl.layout import layout_of
 from cohort.trl.notice import differences
 from cohort.trl.translate import translate
+
+
+@pytest.fixture(autouse=True, scope="module")
+def vllm_is_installed():
+    with patch("cohort.trl.translate.find_spec", lambda name: name):
+        yield
 
 
 def translated(**fields: Any) -> Any:
@@ -81,6 +88,17 @@ def test_servers_of_vllm():
     assert (vllm.start, vllm.sleep, vllm.python) == (True, True, sys.executable)
     arguments = "--gpu-memory-utilization 0.3 --tensor-parallel-size 1 --max-model-len 4096"
     assert vllm.arguments == tuple(arguments.split())
+
+
+def test_vllm_in_the_trainer_s_process_is_a_server_of_one_process(monkeypatch):
+    args = GRPOConfig("out", use_vllm=True)
+    args.generation_batch_size = 16  # as it is when the arguments are made in two processes
+    args.steps_per_generation = 1
+    with pytest.raises(ConfigError, match="'colocate' is for one process here, and there are 2: start a server"):
+        translate(args, world_size=2, num_prompts=8)
+    monkeypatch.setattr("cohort.trl.translate.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs vLLM, which is not installed .* set use_vllm=False"):
+        translate(GRPOConfig("out", use_vllm=True), num_prompts=8)
 
 
 def test_the_learning_rate_schedule_has_as_many_updates_as_the_run():
@@ -217,3 +235,5 @@ def test_the_start_says_what_differs_in_this_run():
     assert "update k of 4 has k/4 of the rate" in several
     assert "without effect: dataloader_num_workers, dataloader_prefetch_factor (prompts come from no" in several
     assert "without effect: use_liger_loss" in several
+    assert "not with every checkpoint" in said(push_to_hub=True)
+    assert "checkpoint" not in plain

@@ -238,7 +238,7 @@ class GRPOTrainer:
         given = self.eval_dataset if given is None else given
         found: dict[str, Any] = {}
         for name in given if isinstance(given, Mapping) else [""]:
-            keys = evaluation_keys(metrics, name)
+            keys = evaluation_keys(metrics, name, self.state.num_input_tokens_seen)
             own = {key: value for key, value in metrics.items() if key.startswith(f"eval/{name}/" if name else "eval/")}
             logs = {f"{prefix}_{key.removeprefix('eval_')}": value for key, value in keys.items()} | own
             self.log(logs)
