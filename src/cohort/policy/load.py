@@ -322,14 +322,6 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
 
 
-def context_length(config: Any) -> int | None:
-    """The maximum number of tokens of a model, prompt and completion together. None if its config has no limit."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        if isinstance(length := getattr(config, name, None), int) and length > 0:
-            return length
-    return None
-
-
 def _check_folder(path: str) -> str:
     """The path with its ``~`` expanded; a hub id unchanged. No network is asked for a name whose first part is a folder
     here."""

@@ -24,7 +24,7 @@ from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
 from cohort.trl.given import count_prompts, default_arguments, of_revision, prepared_model, reward_functions, rows
 from cohort.trl.hub import create_repo, upload, write_card
-from cohort.trl.logs import Window, evaluation_keys
+from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
 from cohort.trl.processes import Processes
@@ -194,7 +194,8 @@ class GRPOTrainer:
         samples = completions / self._events.updates_per_rollout
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=updates)
         metrics |= {"total_flos": 0.0, "train_loss": window.total_loss / max(1, window.updates)}
-        self.log(metrics)
+        left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
+        self.log(metrics | left)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
@@ -237,7 +238,7 @@ class GRPOTrainer:
         given = self.eval_dataset if given is None else given
         found: dict[str, Any] = {}
         for name in given if isinstance(given, Mapping) else [""]:
-            keys = evaluation_keys(metrics, name)
+            keys = evaluation_keys(metrics, name, self.state.num_input_tokens_seen)
             own = {key: value for key, value in metrics.items() if key.startswith(f"eval/{name}/" if name else "eval/")}
             logs = {f"{prefix}_{key.removeprefix('eval_')}": value for key, value in keys.items()} | own
             self.log(logs)
