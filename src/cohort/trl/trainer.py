@@ -32,7 +32,7 @@ from cohort.trl.given import (
     rows,
 )
 from cohort.trl.hub import create_repo, upload, write_card
-from cohort.trl.logs import Window, evaluation_keys
+from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
 from cohort.trl.processes import Processes
@@ -203,7 +203,8 @@ class GRPOTrainer:
         samples = completions / self._events.updates_per_rollout
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=updates)
         metrics |= {"total_flos": 0.0, "train_loss": window.total_loss / max(1, window.updates)}
-        self.log(metrics)
+        left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
+        self.log(metrics | left)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             self.push_to_hub()
