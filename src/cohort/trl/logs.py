@@ -3,8 +3,7 @@
 TRL logs every ``logging_steps`` updates. A number of a rollout (``reward``, ``completions/...``) belongs to the
 rollout's first update, and an entry has the mean over the rollouts that began in its window; without any, it lacks the
 key. A number of an update (``kl``, ``entropy``, ``clip_ratio/...``) is averaged over the updates of the window.
-``grad_norm`` and ``learning_rate`` are those of the last update. docs/trl.md lists what is not as in TRL
-1.16.0.
+``grad_norm`` and ``learning_rate`` are those of the last update. docs/trl.md lists what is not as in TRL 1.16.0.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from cohort.presets.trust_regions import Cap, PPOClip
 
 Numbers = Mapping[str, float | None]
 
+OF_TRANSFORMERS = ("loss", "grad_norm", "learning_rate")
+"""Keys that an entry begins with. What is left of a window at the end of a run is logged without them."""
 NOT_LOGGED = ("step", "time")
 """Metrics of a rollout that do not stand beside TRL's keys: their means mean nothing."""
 
@@ -100,10 +101,11 @@ class Window:
         if self._own:
             means["num_tokens"] = self.num_tokens
         self._shown = set(means)
-        means |= {key: value for key, value in _means(self._own).items() if key not in means}
+        own = _means(self._own).items()
+        means |= {key: value for key, value in own if value is not None and key not in means}
         last = self._of_updates[-1] if self._of_updates else {}
         means |= {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}
-        first = [key for key in ("loss", "grad_norm", "learning_rate") if key in means]
+        first = [key for key in OF_TRANSFORMERS if key in means]
         self._own, self._of_rollouts, self._of_updates = [], [], []
         return {key: means[key] for key in [*first, *(key for key in means if key not in first)]}
 

@@ -22,9 +22,17 @@ from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
-from cohort.trl.given import count_prompts, default_arguments, of_revision, prepared_model, reward_functions, rows
+from cohort.trl.given import (
+    checked_tokenizer,
+    count_prompts,
+    default_arguments,
+    of_revision,
+    prepared_model,
+    reward_functions,
+    rows,
+)
 from cohort.trl.hub import create_repo, upload, write_card
-from cohort.trl.logs import Window, evaluation_keys
+from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
 from cohort.trl.processes import Processes
@@ -85,6 +93,7 @@ class GRPOTrainer:
         self.args = args = default_arguments(model) if args is None else args
         check_args(args)
         _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
+        tokenizer = checked_tokenizer(processing_class)
         set_seed(args.seed)
         model = of_revision(model, args)
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
@@ -101,7 +110,7 @@ class GRPOTrainer:
                 config,
                 self.train_dataset,
                 None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-                getattr(processing_class, "tokenizer", processing_class) or _tokenizer_of(model, config),
+                tokenizer or _tokenizer_of(model, config),
                 tools,
                 environment_factory,
             )
@@ -146,7 +155,7 @@ class GRPOTrainer:
             Stopped: a signal came; a checkpoint is written.
         """
         resume, started = check_resumable(self.args.output_dir, resume_from_checkpoint), time.time()
-        if self.is_world_process_zero() and self.core.args.report.progress:
+        if self.is_world_process_zero():
             announce(self._notice)
         hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
         with errors_in_trl_terms(), self.core.obeying_signals(), hint:
@@ -194,8 +203,11 @@ class GRPOTrainer:
         samples = completions / self._events.updates_per_rollout
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=updates)
         metrics |= {"total_flos": 0.0, "train_loss": window.total_loss / max(1, window.updates)}
-        self.log(metrics)
+        left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
+        self.log(metrics | left)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            self.push_to_hub()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:  # noqa: ARG002 - TRL's signature

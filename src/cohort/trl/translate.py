@@ -250,6 +250,8 @@ def _optim(args: Any, updates: int) -> Settings:
 
 def _run(args: Any, rollouts: int) -> Settings:
     limit = args.save_total_limit
+    if args.save_strategy == "best":
+        raise ConfigError("save_strategy 'best' is not supported here: set 'steps' or 'epoch', and choose afterwards")
     return {
         "output_dir": args.output_dir,
         "seed": args.seed,
