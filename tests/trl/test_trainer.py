@@ -269,11 +269,11 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_pat
         ({"rollout_func": print}, "rollout_func is not supported"),
         ({"callbacks": [object()]}, "expected objects or classes of transformers.TrainerCallback, got object"),
         ({"callbacks": Recorder()}, "callbacks: expected a list"),
-        ({"optimizers": Recorder()}, "optimizers: expected .*: pass it by name"),
+        ({"optimizers": Recorder()}, "optimizers: expected .*: pass arguments by name"),
         ({"optimizers": (None, 1)}, "a schedule needs its optimizer"),
         ({"reward_processing_classes": [None, None]}, "2 entries for 1 reward functions"),
         ({"peft_config": {"r": 4}}, "expected a peft.PeftConfig such as LoraConfig, got dict"),
-        ({"quantization_config": object()}, "the model is loaded already"),
+        ({"quantization_config": SimpleNamespace(quant_method="bitsandbytes")}, "the model is loaded already"),
     ],
 )
 def test_what_is_refused(demo_tokenizer, tmp_path, given, message):

@@ -23,6 +23,7 @@ from cohort.policy import (
 )
 from cohort.policy.load import peft_library
 from cohort.rewards.model import RewardModel
+from cohort.trl import rewards as trl_rewards
 from cohort.trl.config import GRPOConfig as Arguments
 
 HIDDEN = ("completion", "completion_ids")
@@ -158,6 +159,11 @@ def reward_functions(given: Any, tokenizers: Any, state: Callable[[], Any]) -> l
 
 def _reward(function: Any, tokenizer: Any, state: Callable[[], Any]) -> Callable[..., Any]:
     is_model = isinstance(function, str | Path) or (hasattr(function, "config") and hasattr(function, "parameters"))
+    if isinstance(function, str) and function in vars(trl_rewards):
+        raise ConfigError(
+            f"reward_funcs: {function!r} would be a reward model, as in TRL; pass the function itself: from "
+            f"cohort.trl.rewards import {function}"
+        )
     if is_model:
         return RewardModel(function, tokenizer)
     try:

@@ -32,6 +32,7 @@ from cohort.trl.given import (
     rows,
 )
 from cohort.trl.hub import create_repo, upload, write_card
+from cohort.trl.inputs import checked_inputs
 from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
@@ -72,6 +73,7 @@ class GRPOTrainer:
         super().__init_subclass__(**settings)
         check_overrides(cls, GRPOTrainer)
 
+    @checked_inputs
     def __init__(
         self,
         model: Any,
@@ -340,17 +342,13 @@ class GRPOTrainer:
 
 
 def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any, optimizers: Any) -> None:
-    """Check the arguments that need nothing else; a wrong type tells of another order of arguments than TRL's."""
+    """Check the arguments that need nothing else."""
     if rollout_func is not None:
         raise ConfigError(
             "rollout_func is not supported here: the sampler is Cohort's own; use environment_factory for episodes"
         )
-    if not isinstance(callbacks, list | tuple | None):
-        raise ConfigError(f"callbacks: expected a list of callbacks, got {type(callbacks).__name__}: pass it by name")
     for callback in callbacks or ():
         check_callback(callback)
-    if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
-        raise ConfigError(f"optimizers: expected (optimizer, scheduler), got {optimizers!r:.80}: pass it by name")
     if optimizers[0] is None and optimizers[1] is not None:
         raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:
