@@ -22,6 +22,7 @@ from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
+from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import count_prompts, default_arguments, of_revision, prepared_model, reward_functions, rows
 from cohort.trl.hub import create_repo, upload, write_card
 from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
@@ -93,7 +94,7 @@ class GRPOTrainer:
         model_config = read_config(model, trust_remote_code=args.trust_remote_code)
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, lambda: self.state)
-        self.state, self.control = TrainerState(), TrainerControl()
+        self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
         with errors_in_trl_terms():
             self.core = cohort.trainer.GRPOTrainer(
                 prepared_model(model, args, config, peft_config, quantization_config),
@@ -104,6 +105,7 @@ class GRPOTrainer:
                 getattr(processing_class, "tokenizer", processing_class) or _tokenizer_of(model, config),
                 tools,
                 environment_factory,
+                [shown] if args.log_completions else (),
             )
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
@@ -112,6 +114,7 @@ class GRPOTrainer:
             self.core.optimizer.use(*optimizers)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
         window, optimizer = Window(config), self.core.optimizer
+        callbacks = [*(callbacks or ()), *([CompletionTables(shown)] if args.log_completions else ())]
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
         self.hub_model_id: str | None = None
         if args.push_to_hub and self.is_world_process_zero():
