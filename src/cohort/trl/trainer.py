@@ -23,8 +23,17 @@ from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
 from cohort.trl.completions import CompletionTables, LastRollout
-from cohort.trl.given import count_prompts, default_arguments, of_revision, prepared_model, reward_functions, rows
+from cohort.trl.given import (
+    checked_tokenizer,
+    count_prompts,
+    default_arguments,
+    of_revision,
+    prepared_model,
+    reward_functions,
+    rows,
+)
 from cohort.trl.hub import create_repo, upload, write_card
+from cohort.trl.inputs import checked_inputs
 from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
@@ -65,6 +74,7 @@ class GRPOTrainer:
         super().__init_subclass__(**settings)
         check_overrides(cls, GRPOTrainer)
 
+    @checked_inputs
     def __init__(
         self,
         model: Any,
@@ -86,6 +96,7 @@ class GRPOTrainer:
         self.args = args = default_arguments(model) if args is None else args
         check_args(args)
         _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
+        tokenizer = checked_tokenizer(processing_class)
         set_seed(args.seed)
         model = of_revision(model, args)
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
@@ -102,7 +113,7 @@ class GRPOTrainer:
                 config,
                 self.train_dataset,
                 None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-                getattr(processing_class, "tokenizer", processing_class) or _tokenizer_of(model, config),
+                tokenizer or _tokenizer_of(model, config),
                 tools,
                 environment_factory,
                 [shown] if args.log_completions else (),
@@ -149,7 +160,7 @@ class GRPOTrainer:
             Stopped: a signal came; a checkpoint is written.
         """
         resume, started = check_resumable(self.args.output_dir, resume_from_checkpoint), time.time()
-        if self.is_world_process_zero() and self.core.args.report.progress:
+        if self.is_world_process_zero():
             announce(self._notice)
         hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
         with errors_in_trl_terms(), self.core.obeying_signals(), hint:
@@ -200,6 +211,8 @@ class GRPOTrainer:
         left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
         self.log(metrics | left)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            self.push_to_hub()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:  # noqa: ARG002 - TRL's signature
@@ -332,17 +345,13 @@ class GRPOTrainer:
 
 
 def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any, optimizers: Any) -> None:
-    """Check the arguments that need nothing else; a wrong type tells of another order of arguments than TRL's."""
+    """Check the arguments that need nothing else."""
     if rollout_func is not None:
         raise ConfigError(
             "rollout_func is not supported here: the sampler is Cohort's own; use environment_factory for episodes"
         )
-    if not isinstance(callbacks, list | tuple | None):
-        raise ConfigError(f"callbacks: expected a list of callbacks, got {type(callbacks).__name__}: pass it by name")
     for callback in callbacks or ():
         check_callback(callback)
-    if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
-        raise ConfigError(f"optimizers: expected (optimizer, scheduler), got {optimizers!r:.80}: pass it by name")
     if optimizers[0] is None and optimizers[1] is not None:
         raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:
