@@ -124,8 +124,11 @@ class GRPOTrainer:
         if optimizers[0] is not None:
             self.core.optimizer.use(*optimizers)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
-        window, optimizer = Window(config), self.core.optimizer
-        callbacks = [*(callbacks or ()), *([CompletionTables(shown)] if args.log_completions else ())]
+        window, optimizer, callbacks = (
+            Window(config),
+            self.core.optimizer,
+            [*(callbacks or ()), CompletionTables(shown)],
+        )
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
         self.hub_model_id: str | None = None
         if args.push_to_hub and self.is_world_process_zero():
