@@ -124,15 +124,10 @@ class GRPOTrainer:
         if optimizers[0] is not None:
             self.core.optimizer.use(*optimizers)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
-        window, optimizer, callbacks = (
-            Window(config),
-            self.core.optimizer,
-            [*(callbacks or ()), CompletionTables(shown)],
-        )
+        window, optimizer = Window(config), self.core.optimizer
+        callbacks = [*(callbacks or ()), CompletionTables(shown)]
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
-        self.hub_model_id: str | None = None
-        if args.push_to_hub and self.is_world_process_zero():
-            self.hub_model_id = create_repo(args)
+        self.hub_model_id = create_repo(args) if args.push_to_hub and self.is_world_process_zero() else None
         steps = batch.max_steps(args, count)
         per_epoch = batch.updates_per_epoch(count) if count else steps
         self._events = Events(self, window, batch.updates_per_rollout, per_epoch)
