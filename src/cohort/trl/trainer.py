@@ -22,6 +22,7 @@ from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
+from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import (
     checked_tokenizer,
     count_prompts,
@@ -104,7 +105,7 @@ class GRPOTrainer:
         model_config = read_config(model, trust_remote_code=args.trust_remote_code)
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, lambda: self.state)
-        self.state, self.control = TrainerState(), TrainerControl()
+        self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
         with errors_in_trl_terms():
             self.core = cohort.trainer.GRPOTrainer(
                 prepared_model(model, args, config, peft_config, quantization_config),
@@ -115,6 +116,7 @@ class GRPOTrainer:
                 tokenizer or _tokenizer_of(model, config),
                 tools,
                 environment_factory,
+                [shown] if args.log_completions else (),
             )
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
@@ -123,10 +125,9 @@ class GRPOTrainer:
             self.core.optimizer.use(*optimizers)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
         window, optimizer = Window(config), self.core.optimizer
+        callbacks = [*(callbacks or ()), CompletionTables(shown)]
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
-        self.hub_model_id: str | None = None
-        if args.push_to_hub and self.is_world_process_zero():
-            self.hub_model_id = create_repo(args)
+        self.hub_model_id = create_repo(args) if args.push_to_hub and self.is_world_process_zero() else None
         steps = batch.max_steps(args, count)
         per_epoch = batch.updates_per_epoch(count) if count else steps
         self._events = Events(self, window, batch.updates_per_rollout, per_epoch)
