@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import gc
 import os
 import shutil
 import sys
@@ -24,12 +25,31 @@ if "cohort-tests-" not in os.environ.get("COHORT_STATE", ""):  # workers and chi
     atexit.register(shutil.rmtree, os.environ["COHORT_STATE"], ignore_errors=True)
 
 import pytest
-
-os.fsync = os.fstat  # no test cuts the power, and a disk takes milliseconds for each of thousands of files
+from _pytest.doctest import DoctestModule
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "src" / "cohort" / "demo" / "model"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+def pytest_configure() -> None:
+    os.fsync = os.fstat  # no test cuts the power, and a disk takes milliseconds for each of thousands of files
+    gc.disable()  # until the collection ends: nothing goes away while modules are imported
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Any:
+    """Tests have no doctests: looking for them takes a third of the collection."""
+    return [one for one in (yield) if not isinstance(one, DoctestModule)]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections in tests do not look at millions of objects that stay
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Hypothesis, imported for the summary, asks who refers to an object
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,9 +73,7 @@ ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target":
 OPTIMIZER = {"max_grad_norm": 0.1, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "adam_beta2": 0.9}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
 EVALUATION_LACKS = {
-    *("eval_loss", "eval_entropy", "eval_num_tokens", "eval_reward_std", "eval_frac_reward_zero_std"),
-    *("eval_completions/min_length", "eval_completions/max_length", "eval_rewards/even/std"),
-    *(f"eval_completions/{part}_terminated_length" for part in ("mean", "min", "max")),
+    *("eval_loss", "eval_entropy"),
     *(f"eval_clip_ratio/{part}" for part in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
 }
 

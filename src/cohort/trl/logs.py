@@ -101,7 +101,8 @@ class Window:
         if self._own:
             means["num_tokens"] = self.num_tokens
         self._shown = set(means)
-        means |= {key: value for key, value in _means(self._own).items() if key not in means}
+        own = _means(self._own).items()
+        means |= {key: value for key, value in own if value is not None and key not in means}
         last = self._of_updates[-1] if self._of_updates else {}
         means |= {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}
         first = [key for key in OF_TRANSFORMERS if key in means]

@@ -22,8 +22,18 @@ from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
-from cohort.trl.given import count_prompts, default_arguments, of_revision, prepared_model, reward_functions, rows
+from cohort.trl.completions import CompletionTables, LastRollout
+from cohort.trl.given import (
+    checked_tokenizer,
+    count_prompts,
+    default_arguments,
+    of_revision,
+    prepared_model,
+    reward_functions,
+    rows,
+)
 from cohort.trl.hub import create_repo, upload, write_card
+from cohort.trl.inputs import checked_inputs
 from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
@@ -64,6 +74,7 @@ class GRPOTrainer:
         super().__init_subclass__(**settings)
         check_overrides(cls, GRPOTrainer)
 
+    @checked_inputs
     def __init__(
         self,
         model: Any,
@@ -85,6 +96,7 @@ class GRPOTrainer:
         self.args = args = default_arguments(model) if args is None else args
         check_args(args)
         _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
+        tokenizer = checked_tokenizer(processing_class)
         set_seed(args.seed)
         model = of_revision(model, args)
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
@@ -93,7 +105,7 @@ class GRPOTrainer:
         model_config = read_config(model, trust_remote_code=args.trust_remote_code)
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, lambda: self.state)
-        self.state, self.control = TrainerState(), TrainerControl()
+        self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
         with errors_in_trl_terms():
             self.core = cohort.trainer.GRPOTrainer(
                 prepared_model(model, args, config, peft_config, quantization_config),
@@ -101,9 +113,10 @@ class GRPOTrainer:
                 config,
                 self.train_dataset,
                 None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-                getattr(processing_class, "tokenizer", processing_class) or _tokenizer_of(model, config),
+                tokenizer or _tokenizer_of(model, config),
                 tools,
                 environment_factory,
+                [shown] if args.log_completions else (),
             )
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
@@ -112,10 +125,9 @@ class GRPOTrainer:
             self.core.optimizer.use(*optimizers)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
         window, optimizer = Window(config), self.core.optimizer
+        callbacks = [*(callbacks or ()), CompletionTables(shown)]
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
-        self.hub_model_id: str | None = None
-        if args.push_to_hub and self.is_world_process_zero():
-            self.hub_model_id = create_repo(args)
+        self.hub_model_id = create_repo(args) if args.push_to_hub and self.is_world_process_zero() else None
         steps = batch.max_steps(args, count)
         per_epoch = batch.updates_per_epoch(count) if count else steps
         self._events = Events(self, window, batch.updates_per_rollout, per_epoch)
@@ -146,7 +158,7 @@ class GRPOTrainer:
             Stopped: a signal came; a checkpoint is written.
         """
         resume, started = check_resumable(self.args.output_dir, resume_from_checkpoint), time.time()
-        if self.is_world_process_zero() and self.core.args.report.progress:
+        if self.is_world_process_zero():
             announce(self._notice)
         hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
         with errors_in_trl_terms(), self.core.obeying_signals(), hint:
@@ -197,6 +209,8 @@ class GRPOTrainer:
         left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
         self.log(metrics | left)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            self.push_to_hub()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:  # noqa: ARG002 - TRL's signature
@@ -329,17 +343,13 @@ class GRPOTrainer:
 
 
 def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any, optimizers: Any) -> None:
-    """Check the arguments that need nothing else; a wrong type tells of another order of arguments than TRL's."""
+    """Check the arguments that need nothing else."""
     if rollout_func is not None:
         raise ConfigError(
             "rollout_func is not supported here: the sampler is Cohort's own; use environment_factory for episodes"
         )
-    if not isinstance(callbacks, list | tuple | None):
-        raise ConfigError(f"callbacks: expected a list of callbacks, got {type(callbacks).__name__}: pass it by name")
     for callback in callbacks or ():
         check_callback(callback)
-    if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
-        raise ConfigError(f"optimizers: expected (optimizer, scheduler), got {optimizers!r:.80}: pass it by name")
     if optimizers[0] is None and optimizers[1] is not None:
         raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:
