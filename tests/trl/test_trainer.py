@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 import cohort
-from cohort.errors import ConfigError, RunFolderError, Stopped
+from cohort.errors import ConfigError, DataError, RewardError, RunFolderError, Stopped
 from cohort.trl import GRPOConfig, GRPOTrainer
 from cohort.trl.overrides import PRIVATE
 from tests.conftest import tiny_llama
@@ -168,6 +168,30 @@ def test_a_stopped_run_is_found_by_transformers_too(straight, demo_tokenizer, tm
     assert "continue with" in capsys.readouterr().err
 
 
+def test_a_reward_function_that_fails_is_repaired(demo_tokenizer, tmp_path):
+    """The run ends with a checkpoint, which transformers finds; another function and learning rate are to be allowed."""
+
+    def broken(completions, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            raise KeyError("answer")
+        return digits_reward(completions)
+
+    folder = tmp_path / "run"
+    with pytest.raises(RewardError, match="fix it and resume"):
+        make(demo_tokenizer, folder, reward=broken, max_steps=4).train()
+    assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-2")
+    assert json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
+
+    def repaired(learning_rate):
+        return make(demo_tokenizer, folder, reward=with_state, max_steps=4, learning_rate=learning_rate)
+
+    how = r"To go on all the same: train\(resume_from_checkpoint=True, allow_changed=\['learning_rate'\]\)"
+    with pytest.raises(RunFolderError, match=how):
+        repaired(2e-2).train(resume_from_checkpoint=True)
+    allowed = ["learning_rate", "rewards", "code"]
+    assert repaired(2e-2).train(resume_from_checkpoint=True, allow_changed=allowed).global_step == 4
+
+
 def test_evaluation_on_demand_and_files_of_scripts(straight, tmp_path, capsys):
     trainer, _, output, folder = straight
     entries = len(trainer.state.log_history)
@@ -188,10 +212,9 @@ def test_evaluation_on_demand_and_files_of_scripts(straight, tmp_path, capsys):
     assert trainer.get_num_trainable_parameters() == sum(one.numel() for one in trainer.model.parameters())
 
 
-def test_uploads_leave_the_runs_own_files_here(straight, monkeypatch):
-    """The hub is asked for a repository, and gets the model and its card."""
-    trainer, _, _, folder = straight
-    asked = []
+def test_uploads_leave_the_runs_own_files_here(demo_tokenizer, tmp_path, monkeypatch):
+    """The hub is asked for a repository, and gets the model and its card at the end of the run, and when asked to."""
+    folder, asked = tmp_path / "run", []
 
     class Hub:
         def create_repo(self, name, **options):
@@ -203,8 +226,11 @@ def test_uploads_leave_the_runs_own_files_here(straight, monkeypatch):
             return "done"
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    trainer = make(demo_tokenizer, folder, push_to_hub=True, max_steps=2)
+    trainer.train()
     assert trainer.push_to_hub(dataset_name="me/sums", tags="sums") == "done"
-    (name, _), options = asked
+    (name, _), ended, options = asked
+    assert ended == options
     assert (name, options["repo_id"], options["commit_message"]) == ("run", "me/run", "End of training")
     from huggingface_hub.utils import filter_repo_objects
 
@@ -218,20 +244,31 @@ def test_uploads_leave_the_runs_own_files_here(straight, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
-def test_adapters_and_a_ready_optimizer(demo_tokenizer, tmp_path):
+def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_path, monkeypatch):
     """peft's configuration is used as it is; an optimizer of the model's parameters steps in place of AdamW."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    trainer = make(demo_tokenizer, tmp_path / "lora", given={"peft_config": lora}, max_steps=2)
+    def lora():  # peft writes the model's name into it
+        return LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+    args = GRPOConfig(str(tmp_path / "lora"), **SETTINGS | {"max_steps": 2, "save_steps": 2})
+    with monkeypatch.context() as context:
+        context.setattr("cohort.trl.given.load_model", None)
+        with pytest.raises(DataError):  # before the model is loaded
+            GRPOTrainer(demo_model_path, with_state, args, [{"prompt": 1}] * 4, peft_config=lora())
+
+    def by_tokens(completion_ids, **_):
+        return [float(sum(ids) * 7 % 11) + position for position, ids in enumerate(completion_ids)]
+
+    trainer = GRPOTrainer(demo_model_path, by_tokens, args, ROWS, peft_config=lora())
     trainer.train()
     assert isinstance(trainer.model, PeftModel)
     assert (tmp_path / "lora" / "checkpoint-2" / "adapter_model.safetensors").exists()
     assert any(bool(one.any()) for name, one in trainer.model.named_parameters() if "lora_B" in name)
 
-    model = get_peft_model(tiny_llama(vocab_size=len(demo_tokenizer)), lora)
+    model = get_peft_model(tiny_llama(vocab_size=len(demo_tokenizer)), lora())
     with pytest.raises(ConfigError, match="the model has adapters"):
-        GRPOTrainer(model, with_state, trainer.args, ROWS, processing_class=demo_tokenizer, peft_config=lora)
+        GRPOTrainer(model, with_state, trainer.args, ROWS, processing_class=demo_tokenizer, peft_config=lora())
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.5)
     args = GRPOConfig(str(tmp_path / "sgd"), **SETTINGS | {"max_steps": 2, "lr_scheduler_type": "constant"})
@@ -251,14 +288,16 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"processing_class": print}, "processing_class: expected a tokenizer, got builtin_function_or_method"),
+        ({"callbacks": [EarlyStoppingCallback]}, "EarlyStoppingCallback needs metric_for_best_model"),
         ({"rollout_func": print}, "rollout_func is not supported"),
         ({"callbacks": [object()]}, "expected objects or classes of transformers.TrainerCallback, got object"),
         ({"callbacks": Recorder()}, "callbacks: expected a list"),
-        ({"optimizers": Recorder()}, "optimizers: expected .*: pass it by name"),
+        ({"optimizers": Recorder()}, "optimizers: expected .*: pass arguments by name"),
         ({"optimizers": (None, 1)}, "a schedule needs its optimizer"),
         ({"reward_processing_classes": [None, None]}, "2 entries for 1 reward functions"),
         ({"peft_config": {"r": 4}}, "expected a peft.PeftConfig such as LoraConfig, got dict"),
-        ({"quantization_config": object()}, "the model is loaded already"),
+        ({"quantization_config": SimpleNamespace(quant_method="bitsandbytes")}, "the model is loaded already"),
     ],
 )
 def test_what_is_refused(demo_tokenizer, tmp_path, given, message):
@@ -270,6 +309,12 @@ def test_what_is_refused(demo_tokenizer, tmp_path, given, message):
 def test_other_configurations_are_refused(demo_tokenizer):
     with pytest.raises(ConfigError, match="Cohort's own GRPOConfig"):
         GRPOTrainer(tiny_llama(), with_state, cohort.GRPOConfig(), ROWS, processing_class=demo_tokenizer)
+    with pytest.raises(ConfigError, match="the data has the column 'images', and models read text only"):
+        GRPOTrainer(tiny_llama(), with_state, GRPOConfig("unused", **SETTINGS), [{"prompt": "", "images": []}])
+    with pytest.raises(
+        ConfigError, match="reward_funcs: expected functions, .* got GRPOConfig; .* pass arguments by name"
+    ):
+        GRPOTrainer(tiny_llama(), GRPOConfig("unused", **SETTINGS), train_dataset=ROWS)
 
 
 def test_an_evaluation_without_rows_is_refused(demo_tokenizer, tmp_path):

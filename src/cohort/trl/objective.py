@@ -70,6 +70,7 @@ def objective_settings(args: Any) -> Settings:
         "aggregation": AGGREGATIONS[loss],
         "sync_ref_model": bool(args.sync_ref_model),
     }
+    _check_level(level, loss, settings)
     if not args.use_bias_correction_kl:
         settings["kl"] = "k3_legacy"
     if args.sync_ref_model:
@@ -78,6 +79,25 @@ def objective_settings(args: Any) -> Settings:
             "ref_model_mixup_alpha": float(args.ref_model_mixup_alpha),
         }
     return settings
+
+
+def _check_level(level: str, loss: str, settings: Settings) -> None:
+    """Check that nothing treats the tokens of a completion differently where their ratio is that of the completion."""
+    if level == "token" or loss in ("cispo", "vespo"):  # whose ratio is a constant weight
+        return
+    for uneven, remedy in (
+        (settings["top_entropy"] < 1, "top_entropy_quantile=1.0"),
+        (
+            any(rule.get("level") == "token" for rule in settings["mismatch"]),
+            "vllm_importance_sampling_mode='sequence_mask'",
+        ),
+    ):
+        if uneven:
+            raise ConfigError(
+                "importance_sampling_level 'sequence' moves a completion as one, and "
+                f"{remedy.partition('=')[0]} treats its tokens differently: set {remedy}, or "
+                "importance_sampling_level='token'"
+            )
 
 
 def _trust_region(args: Any, loss: str) -> Settings:
@@ -103,15 +123,15 @@ def _trust_region(args: Any, loss: str) -> Settings:
                 f"epsilon_high=5.0, the ScaleRL paper's, got {high:g}, which would multiply every gradient by it"
             )
         return {"rule": "cap", "low": 0.0, "high": high}
-    if not 0 <= low < 1 or high < 0:
-        raise ConfigError(f"epsilon must be in [0, 1) and epsilon_high at least 0, got {low:g} and {high:g}")
+    if low < 0 or high < 0:
+        raise ConfigError(f"epsilon and epsilon_high must be at least 0, got {low:g} and {high:g}")
     if args.delta is not None and args.delta <= 1 + high:
         raise ConfigError(
             f"delta ({args.delta:g}) must be above 1 + epsilon_high ({1 + high:g}): below it, it would cut A > 0 and "
             "do nothing where A < 0"
         )
     dual = "none" if args.delta is None else float(args.delta)
-    return {"rule": "ppo_clip", "low": 1 - low, "high": 1 + high, "dual": dual}
+    return {"rule": "ppo_clip", "low": max(0.0, 1 - low), "high": 1 + high, "dual": dual}
 
 
 def _mismatch_weight(args: Any, by_sampler: bool) -> list[Settings]:

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import cohort.config
@@ -17,12 +18,14 @@ from cohort.errors import CohortError, ConfigError, did_you_mean
 from cohort.trl.batch import Batch
 from cohort.trl.config import GRPOConfig as Arguments
 from cohort.trl.config import check_refused
-from cohort.trl.fields import setting_fields
+from cohort.trl.fields import FIELDS, setting_fields
 from cohort.trl.layout import layout_of
 from cohort.trl.objective import objective_settings, one_of
 
 Settings = dict[str, Any]
 SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)})(?:\.\w+)+")
+ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
+"""How to resume a changed run, in errors of Cohort."""
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
@@ -76,7 +79,7 @@ def translate(
         "model": _model(args, model_config),
         "data": _data(args),
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
-        "vllm": _vllm(args) if args.use_vllm else {},
+        "vllm": _vllm(args, world_size) if args.use_vllm else {},
         "environment": {"max_turns": _max_turns(args)},
         "reward": {} if args.reward_weights is None else {"weights": args.reward_weights},
         "objective": {
@@ -126,8 +129,19 @@ def in_trl_terms(text: str) -> str:
     >>> in_trl_terms("rollout.max_completion_length must be positive; see optim.microbatch_tokens")
     'max_completion_length must be positive; see optim.microbatch_tokens'
     """
+    text = ALLOWING.sub("train(resume_from_checkpoint=True, allow_changed", text)
     text = SETTING.sub(lambda found: " or ".join(setting_fields(found[0])) or found[0], text)
     return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
+
+
+def key_of_setting(name: str) -> str:
+    """The setting, or the fact, that an error about a changed run names in TRL's terms.
+
+    >>> key_of_setting("learning_rate"), key_of_setting("code")
+    ('optim.learning_rate', 'code')
+    """
+    field = FIELDS.get(name.partition(" or ")[0])
+    return field.to if field and "." in field.to else name
 
 
 def _model(args: Any, model_config: Any) -> Settings:
@@ -191,12 +205,17 @@ def _rollout(args: Any) -> Settings:
     return settings
 
 
-def _vllm(args: Any) -> Settings:
+def _vllm(args: Any, world_size: int) -> Settings:
     mode = one_of("vllm_mode", args.vllm_mode, ("server", "colocate"))
     settings: Settings = {"startup_timeout": float(args.vllm_server_timeout), "sleep": args.vllm_enable_sleep_mode}
     if mode == "server":
-        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        return {**settings, "url": (url,)}
+        host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
+        return {**settings, "url": (args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}",)}
+    instead = "start a server and set vllm_mode='server', or set use_vllm=False: Cohort's own sampler needs no vLLM"
+    if world_size > 1:
+        raise ConfigError(f"vllm_mode 'colocate' is for one process here, and there are {world_size}: {instead}")
+    if find_spec("vllm") is None:
+        raise ConfigError(f"vllm_mode 'colocate' needs vLLM, which is not installed in this environment: {instead}")
     options = {
         "--gpu-memory-utilization": args.vllm_gpu_memory_utilization,
         "--tensor-parallel-size": args.vllm_tensor_parallel_size,
@@ -244,6 +263,8 @@ def _optim(args: Any, updates: int) -> Settings:
 
 def _run(args: Any, rollouts: int) -> Settings:
     limit = args.save_total_limit
+    if args.save_strategy == "best":
+        raise ConfigError("save_strategy 'best' is not supported here: set 'steps' or 'epoch', and choose afterwards")
     return {
         "output_dir": args.output_dir,
         "seed": args.seed,
