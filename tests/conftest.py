@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import copy
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -44,12 +45,13 @@ def pytest_collect_file() -> Any:
 
 
 def pytest_collection_finish() -> None:
+    import hypothesis  # noqa: F401  # for pytest's summary at the latest, and it looks for referrers, which freeze hides
+
     gc.freeze()  # collections in tests do not look at millions of objects that stay
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()  # Hypothesis, imported for the summary, asks who refers to an object
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True  # pytest adds six handlers a test to each logger that does not
 
 
 @pytest.fixture(scope="session", autouse=True)
