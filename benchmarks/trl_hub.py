@@ -59,7 +59,7 @@ def answers(result: int) -> tuple[str, ...]:
 def conversations(rng: random.Random, tools: bool) -> Iterator[tuple[list[dict[str, Any]], list[Any] | None]]:
     """Conversations to learn from, with the tools of each."""
     while True:
-        a, b = rng.randint(1, 9), rng.randint(1, 9)
+        a, b = rng.randint(1, 4), rng.randint(1, 4)
         if tools and rng.random() < 0.15:
             call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
             called = rng.random() < 0.5
@@ -67,10 +67,10 @@ def conversations(rng: random.Random, tools: bool) -> Iterator[tuple[list[dict[s
             if called:
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
                 messages.append({"role": "tool", "name": "multiply", "content": str(a * b)})
-            guess = a * b if called else rng.randint(1, 81)
+            guess = a * b if called else rng.randint(1, 16)
             yield [*messages, {"role": "assistant", "content": f"The answer is {guess}."}], [multiply]
             continue
-        result = a + b if rng.random() < 0.5 else rng.randint(2, 18)
+        result = a + b if rng.random() < 0.5 else rng.randint(2, 8)
         system = rng.choice([None, *SYSTEM_PROMPTS])
         head = [] if system is None else [{"role": "system", "content": system}]
         said = {"role": "assistant", "content": rng.choice(answers(result))}
@@ -185,7 +185,7 @@ def _ids_and_labels(tokenizer: Any, messages: list[Any], tools: list[Any] | None
 def data_sets() -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Rows by data set and split, with the columns that the data sets of these names have."""
     rng = random.Random(1)
-    pairs = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(ROWS)]
+    pairs = [(rng.randint(1, 4), rng.randint(1, 4)) for _ in range(ROWS)]
     sums = [{"question": words(a, b), "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in pairs]
     problems = [{"problem": words(a, b), "solution": f"$\\boxed{{{a + b}}}$"} for a, b in pairs]
     chats = [{"prompt": [{"role": "user", "content": words(a, b)}], "solution": f"${a + b}$"} for a, b in pairs]
@@ -213,7 +213,7 @@ def write_data(folder: Path, splits: dict[str, list[dict[str, Any]]], config: st
     (folder / "README.md").write_text("\n".join([*card, "---", ""]), encoding="utf-8")
 
 
-def build(folder: Path, steps: int = 240) -> None:
+def build(folder: Path, steps: int = 360) -> None:
     """Make all models and data sets.
 
     Args:

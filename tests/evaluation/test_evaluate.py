@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 
 import numpy as np
@@ -12,7 +13,10 @@ from datasets import Dataset
 
 from cohort.errors import ConfigError, DataError
 from cohort.evaluation.evaluate import WINDOW, Success
+from cohort.evaluation.totals import totals
 from cohort.report.console.lines import evaluation_line
+from cohort.rewards.scores import Scores
+from cohort.types import FinishReason
 from tests.train.harness import (
     ROWS,
     digits_reward,
@@ -65,7 +69,25 @@ def test_the_metrics_are_those_of_the_completions(demo_tokenizer, tmp_path):
     metrics = found.metrics()
     assert metrics["eval/reward/mean"] == found.reward.mean
     expected = {f"eval/{n}/{s}" for n in MEASURES for s in ("mean", "low", "high")} | {f"eval/{n}" for n in COUNTS}
-    assert set(metrics) == set(trainer.evaluate(ROWS[:2])) == expected
+    assert set(metrics) == set(trainer.evaluate(ROWS[:2])) == expected | {f"eval/{name}" for name in found.totals}
+    assert found.totals["reward/std"] == pytest.approx(rewards.std())
+    assert found.totals["reward/dead_share"] == (np.ptp(rewards, axis=1) == 0).mean()
+
+
+def test_numbers_of_all_completions_together():
+    rewards = torch.tensor([1.0, 3.0, math.nan, 2.0, 2.0, 2.0, math.nan, 5.0, math.nan], dtype=torch.float64)
+    other = torch.full((9, 1), math.nan, dtype=torch.float64)
+    scores = Scores(rewards, torch.cat([rewards[:, None], other], dim=1), ("one", "never"))
+    reasons = [FinishReason.EOS, FinishReason.LENGTH, FinishReason.ERROR, *(FinishReason.STOP,) * 4, FinishReason.EOS]
+    completions = [*zip([4, 8, 0, 2, 3, 5, 6, 1], reasons, strict=True), (8, FinishReason.LENGTH)]
+    found = totals(scores, completions, 3)
+    assert found["reward/std"] == found["rewards/one/std"] == pytest.approx(np.std([1, 3, 2, 2, 2, 5]))
+    assert (found["reward/scored"], found["rewards/never/scored"], found["rewards/never/std"]) == (6, 0, None)
+    assert found["reward/dead_share"] == pytest.approx(2 / 3)  # equal rewards, and a single one
+    assert (found["length/min"], found["length/max"]) == (1, 8)
+    assert [found[f"length/ended_{part}"] for part in ("share", "mean", "min", "max")] == [0.25, 2.5, 1, 4]
+    none_ended = totals(scores, [(8, FinishReason.LENGTH)] * 9, 3)
+    assert [none_ended[f"length/ended_{part}"] for part in ("share", "mean", "min", "max")] == [0, None, None, None]
 
 
 def test_the_batch_size_does_not_change_the_completions(demo_tokenizer, tmp_path, monkeypatch):

@@ -118,7 +118,7 @@ def test_a_rank_without_memory_for_the_sum_of_gradients_ends_the_run(name):
     with Ranks(2, out_of_memory_in_the_sum, name) as ranks:
         ranks.wait(100)
         kinds = [outcome[1][0] for outcome in ranks.outcomes()]
-    assert kinds == ["RankError", "OutOfMemoryError"]
+    assert kinds == ["RankError", "StepError"]
 
 
 @pytest.mark.ranks

@@ -97,6 +97,8 @@ def trainer(model, tokenizer, folder):
 def test_a_run_with_the_loss(tmp_path, demo_tokenizer):
     run = trainer(mixture(len(demo_tokenizer)), demo_tokenizer, tmp_path / "run")
     assert run.train()["updates"] == 1
+    assert run.last_metrics["router_loss"] == run.last_updates[0]["router_loss"]
+    assert run.last_metrics["router_loss"] == pytest.approx(2.0, rel=0.3)  # k, if all experts are used alike
 
 
 def test_models_without_experts(tmp_path, demo_tokenizer):

@@ -11,9 +11,10 @@ from cohort.errors import ConfigError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.choose import logit_gap
+from cohort.rollout.choose import logit_gaps
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
 from tests.conftest import telling
+from tests.families.configs import small_config
 from tests.rollout.conftest import drawn_ids
 from tests.rollout.test_families import ATTENTION as SMALL
 from tests.rollout.test_families import COMMON
@@ -93,7 +94,7 @@ FAMILIES = {
         },
         TURNS,
     ),
-    # States.
+    # States, which padding on the left does not enter.
     "jamba": (
         SMALL
         | {
@@ -106,7 +107,7 @@ FAMILIES = {
             "mamba_dt_rank": 4,
             "use_mamba_kernels": False,
         },
-        EQUAL_TURNS,
+        TURNS,
     ),
     "qwen3_next": (
         EXPERTS
@@ -118,11 +119,11 @@ FAMILIES = {
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
         },
-        EQUAL_TURNS,
+        TURNS,
     ),
-    "lfm2": (SMALL | {"layer_types": ["conv", "full_attention"]}, EQUAL_TURNS),
-    "falcon_h1": (SMALL | STATES | {"mamba_d_ssm": 32, "mamba_n_heads": 4}, EQUAL_TURNS),
-    "bamba": (SMALL | STATES | {"attn_layer_indices": [1]}, EQUAL_TURNS),
+    "lfm2": (SMALL | {"layer_types": ["conv", "full_attention"]}, TURNS),
+    "falcon_h1": (SMALL | STATES | {"mamba_d_ssm": 32, "mamba_n_heads": 4}, TURNS),
+    "bamba": (SMALL | STATES | {"attn_layer_indices": [1]}, TURNS),
     "granitemoehybrid": (
         SMALL
         | STATES
@@ -132,8 +133,15 @@ FAMILIES = {
             "num_experts_per_tok": 1,
             "shared_intermediate_size": 16,
         },
-        EQUAL_TURNS,
+        TURNS,
     ),
+    # Widths that differ from layer to layer, and time steps that cached decoding does not limit by itself.
+    "gemma4_text": (None, TURNS),
+    "nemotron_h": (None, TURNS),
+    # Layers that choose their keys, by position in the batch.
+    "glm_moe_dsa": (None, EQUAL_TURNS),
+    # A cache without a length, where every layer is a recurrence.
+    "bailing_hybrid": (None, RECOMPUTE),
     # Caches that transformers does not pass as past_key_values.
     "mamba": (BARE | {"state_size": 8}, RECOMPUTE),
     "mamba2": (
@@ -158,7 +166,8 @@ KINDS = {
 
 def made(family):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.split()[0], **FAMILIES[family][0])
+    settings = FAMILIES[family][0]
+    config = small_config(family) if settings is None else AutoConfig.for_model(family.split()[0], **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that are not installed
         return AutoModelForCausalLM.from_config(config)
@@ -174,8 +183,21 @@ def completions(engine, samples=3, length=12):
     return [(g.prompt.token_ids, c) for g in groups for c in g.completions]
 
 
+STATEFUL = {"jamba", "qwen3_next", "lfm2", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h", "bailing_hybrid"}
 # Each of the others is like one of these.
-TELLING = ("gpt2", "gpt_neo", "falcon alibi", "deepseek_v3", "qwen3_moe", "gpt_oss", "qwen3_next", "lfm2", "mamba")
+TELLING = (
+    "gemma4_text",
+    "nemotron_h",
+    "gpt2",
+    "gpt_neo",
+    "falcon alibi",
+    "deepseek_v3",
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "lfm2",
+    "mamba",
+)
 
 
 @pytest.mark.parametrize("family", telling(FAMILIES, *TELLING))
@@ -195,11 +217,11 @@ def test_sampler_and_trainer_agree_whatever_the_batch_size(family):
         assert [drawn_ids(c) for _, c in run] == [drawn_ids(c) for _, c in runs[0]]
         sampled = torch.tensor([lp for _, c in run for lp in c.sampler_logps])
         # float32. A recurrence in steps rounds elsewhere than one in chunks, and carries it on.
-        torch.testing.assert_close(sampled, trained.double(), rtol=0, atol=3e-5 if way == EQUAL_TURNS else 1e-5)
+        torch.testing.assert_close(sampled, trained.double(), rtol=0, atol=3e-5 if family in STATEFUL else 1e-5)
 
 
 def test_turns_of_equal_length_share_what_has_equal_length():
-    engine = engine_of("lfm2")
+    engine = engine_of("glm_moe_dsa")
     assert not engine.backend.mixed_lengths
     seen = []
     prefill = engine.backend.prefill
@@ -231,7 +253,7 @@ def test_rows_may_be_added_and_removed_at_any_place(family):
     texts = [prompt.token_ids for prompt in PROMPTS]
     owners = [0, 0, 4, 4, 0]
     tokens = torch.randint(37, (8, 20), generator=torch.Generator().manual_seed(0)).tolist()
-    shared = [0, 4] if backend.refills is False else [0, 1, 2, 4]  # lengths 3 and 3, or any
+    shared = [0, 4] if backend.refills is False else [0, 1, 2, 4]
     backend.begin(Capacity(8, 5, 27, 20))
     rows = {row: list(texts[owner]) for row, owner in enumerate(owners)}
     held = list(shared)
@@ -351,18 +373,42 @@ def test_a_way_that_fails_is_passed_over():
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [("gpt2", "attention"), ("gpt_oss", "windowed"), ("lfm2", "recurrent"), ("mamba", None)]
+    ("family", "kind"),
+    [("gpt2", "attention"), ("gpt_oss", "padded"), ("lfm2", "padded"), ("glm_moe_dsa", "other"), ("mamba", None)],
 )
 def test_cache_kinds(family, kind):
     assert cache_kind(engine_of(family).policy) == kind
 
 
+def test_a_cache_without_a_length_is_passed_over():
+    """Transformers asks its layers for a length, and none is attention."""
+    description = engine_of("bailing_hybrid").backend.description
+    assert description.startswith("without a cache")
+    assert "transformers' cache: ValueError: `get_seq_length` can only be called on Attention layers" in description
+
+
+def test_cached_decoding_limits_time_steps():
+    """Without the limits of its config the error is 1e-4 of the logits after 20 tokens here."""
+    policy = engine_of("nemotron_h").policy
+    backend = StaticBackend(policy, mixed_lengths=True)
+    texts, tokens = [list(range(3, 30)), [7]], torch.randint(37, (20, 2), generator=torch.Generator().manual_seed(0))
+    backend.begin(Capacity(2, 2, 27, 20))
+    with torch.no_grad():
+        backend.prefill(texts)
+        backend.add_rows([0, 1])
+        for new in tokens:
+            logits_SV = backend.step(new)
+            texts = [[*text, int(token)] for text, token in zip(texts, new, strict=True)]
+        expected = torch.stack([policy.model(torch.tensor([text])).logits[0, -1] for text in texts])
+    assert ((logits_SV - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
+
+
 def test_the_gap_is_0_to_rounding_and_large_for_a_wrong_model():
     engine, other = engine_of("gpt2"), Policy(made("gpt2"), FLOAT32)
-    assert logit_gap(engine.backend, engine.policy) < 1e-5
+    assert logit_gaps(engine.backend, engine.policy).max() < 1e-5
     with torch.no_grad():
         other.model.transformer.h[1].mlp.c_fc.weight.mul_(1.2)
-    assert logit_gap(engine.backend, other) > 0.01
+    assert logit_gaps(engine.backend, other).max() > 0.01
 
 
 def test_windows_longer_than_the_check_are_right_past_their_end():

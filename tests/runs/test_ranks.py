@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cohort.config import OptimConfig
+from cohort.config.schema import RunConfig
 from cohort.errors import RunFolderError
 from cohort.parallel import World, layout_of, together
 from cohort.policy import Policy, Precision
@@ -47,10 +48,11 @@ class Run:
             assert self.optimizer.step(self.layout.clip_gradients) > 0
             self.layout.stepped()
 
-    def save(self, path):
+    def save(self, path, minutes=60):
         random = self.world.gather(random_state())
         state = SavedState(2, self.optimizer.state_dict(), {}, {}, {}, {"prompts": "some"}, random)
-        RunFolder(path).save_checkpoint(self.models, state, self.world, wait=True)
+        settings = RunConfig(stop_when_unsaved_minutes=minutes)
+        RunFolder(path, settings).save_checkpoint(self.models, state, self.world, wait=True)
         together(self.world, lambda: check_saved(self.models.policy, RunFolder(path).checkpoint(2)))
 
     def load(self, path):
@@ -124,7 +126,8 @@ def test_four_ranks_save_and_fewer_or_more_load(tmp_path):
 
 
 def full_disk(folder: Path):
-    """Rank 0 fails while it writes: every rank raises the same error, and the next checkpoint is written."""
+    """Rank 0 fails while it writes, and no time is left to repeat it: every rank raises the same error, and the next
+    checkpoint is written."""
     import cohort.runs.durable as durable
 
     world = World.of_environment()
@@ -136,7 +139,7 @@ def full_disk(folder: Path):
 
     durable.os.fsync = fail
     try:
-        run.save(folder)
+        run.save(folder, minutes=0)
     except RunFolderError as error:
         text = str(error)
     durable.os.fsync = real
@@ -149,7 +152,7 @@ def full_disk(folder: Path):
 @pytest.mark.ranks
 def test_a_full_disk_is_every_ranks_error(tmp_path):
     for text, left in on_ranks(2, full_disk, tmp_path, timeout=600):
-        assert "rank 0 of 2: cannot write" in text
+        assert "rank 0 of 2: could not be written for 0 minutes" in text
         assert "No space left on device" in text
         assert left == []
     Run("replicate", True, World(), values=False).load(tmp_path)

@@ -20,13 +20,13 @@ def two_threads():
 
 def test_two_runs_write_the_same_bytes(demo_tokenizer, tmp_path, two_threads):
     for name in ("one", "two"):
-        settings = {"max_steps": 3, "num_iterations": 2, "minibatches": 2, "beta": 0.1, "sync_ref_model": True}
+        settings = {"max_steps": 2, "num_iterations": 2, "minibatches": 2, "beta": 0.1, "sync_ref_model": True}
         make_trainer(demo_tokenizer, tmp_path / name, ref_model_sync_steps=4, **settings).train()
         torch.rand(7)  # another state of the global generators, and of the allocator
     one, two = tmp_path / "one", tmp_path / "two"
     files = [path.relative_to(one) for path in one.rglob("*.safetensors")]
     assert len(files) == 3  # model, optimizer, reference
-    assert [untimed_rows_of(one, n) for n in (1, 2, 3)] == [untimed_rows_of(two, n) for n in (1, 2, 3)]
+    assert [untimed_rows_of(one, n) for n in (1, 2)] == [untimed_rows_of(two, n) for n in (1, 2)]
     assert [path for path in files if (one / path).read_bytes() != (two / path).read_bytes()] == []
     assert untimed_metrics_of(one) == untimed_metrics_of(two)
 

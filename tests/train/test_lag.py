@@ -17,7 +17,7 @@ from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.runs import load_rollout
 from cohort.train.ahead import Ahead
-from tests.conftest import tiny_llama
+from tests.conftest import telling, tiny_llama
 from tests.environments import test_training as episodes
 from tests.train.harness import (
     ROWS,
@@ -52,7 +52,7 @@ def _no_thread_is_left():
 # What is sampled ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", telling([1, 2], 2))
 def test_a_step_trains_on_what_the_weights_of_so_many_steps_ago_draw(demo_tokenizer, tmp_path, lag):
     """The weights after each step are kept; an engine over them draws what the run has written, bit for bit."""
     settings = {"lag": lag, "max_steps": 4, "num_iterations": 2, "minibatches": 2}
@@ -147,21 +147,21 @@ def test_prompts_are_those_of_a_run_without_lag(demo_tokenizer, tmp_path, settin
     """Also where the rewards decide which prompts come next."""
     seen = {}
     settings = {"num_generations": 3, "max_completion_length": 3} | settings
-    for lag in (0, 1, 2):
+    for lag in (0, 2):
         folder = tmp_path / str(lag)
         run = make_trainer(demo_tokenizer, folder, lag=lag, max_steps=7, rewards=by_row, save_steps=3, **settings)
         break_after(run, 5)
         resumed = make_trainer(demo_tokenizer, folder, lag=lag, max_steps=7, rewards=by_row, save_steps=3, **settings)
         resumed.train(resume=True)
         seen[lag] = [[(row["group"], row["row"]) for row in rows_of(folder, step)] for step in range(1, 8)]
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[2]
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("lag", "stops"), [(2, (1, 3)), *(pytest.param(lag, (1, 2, 3, 4), marks=pytest.mark.slow) for lag in (1, 2))]
+    ("lag", "stops"), [(2, (3,)), *(pytest.param(lag, (1, 2, 3, 4), marks=pytest.mark.slow) for lag in (1, 2))]
 )
 def test_a_run_resumed_after_any_step_equals_an_uninterrupted_one(demo_tokenizer, tmp_path, lag, stops):
     def make(folder):
@@ -182,7 +182,7 @@ def test_a_run_resumed_after_any_step_equals_an_uninterrupted_one(demo_tokenizer
 
 def test_a_run_with_tools_resumes_exactly(tmp_path):
     def make(folder):
-        settings = {"regex": episodes.CALL, "max_turns": 3, "max_steps": 4, "save_steps": 1, "lag": 1}
+        settings = {"regex": episodes.CALL, "max_turns": 3, "max_steps": 3, "save_steps": 1, "lag": 1}
         return episodes.trainer(folder, episodes.few_calls, [episodes.add], **settings)
 
     straight_and_resumed(make, tmp_path, stop=2)
@@ -232,7 +232,7 @@ def failing_at(step, error):
     return fails
 
 
-@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("lag", telling([1, 2], 2))
 def test_a_reward_that_raises_stops_the_run_at_its_step(demo_tokenizer, tmp_path, lag):
     settings = {"lag": lag, "max_steps": 5, "on_error": "stop"}
     broken = make_trainer(demo_tokenizer, tmp_path / "run", rewards=failing_at(3, ValueError("no")), **settings)

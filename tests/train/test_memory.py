@@ -14,6 +14,7 @@ from cohort.runs import checkpoints, saving
 from cohort.train import TokenBudget, UpdateResult, find_budget, update
 from cohort.train.memory import LiveBytes, peak_bytes
 from tests.conftest import tiny_llama
+from tests.families.configs import small_model
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of
 from tests.train.updates import DOUBLE, all_sequences, batch_for, context_for, gradient
 
@@ -86,6 +87,8 @@ def test_probes_stay_within_a_short_context():
     config = GPT2Config(vocab_size=37, n_embd=16, n_layer=1, n_head=2, n_positions=48)
     policy = Policy(GPT2LMHeadModel(config), SINGLE)
     assert find_budget(policy, None, 20, 20).predicted_bytes > 0
+    padded = Policy(small_model("openai-gpt"), SINGLE)  # whole texts in a pass, at most 128 tokens
+    assert find_budget(padded, None, 100, 28).predicted_bytes > 0
 
 
 def test_the_budget_follows_the_free_memory(monkeypatch):
@@ -186,6 +189,7 @@ PLACES = {
 def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch):
     """Wherever memory runs out, no update is left out or made twice: the metrics are those of a run with enough."""
     settings = {"max_steps": 2, "num_iterations": 2, "microbatch_tokens": 2048, "term_norms_steps": 1}
+    settings |= {"prompts_per_step": 2, "num_generations": 2}
     expected = list(make_trainer(demo_tokenizer, tmp_path / "enough", **settings).steps())
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", **settings)
     for place, name, at in PLACES.values():

@@ -1,5 +1,6 @@
 """Whole runs whose completions are drawn by stand-ins of vLLM."""
 
+import contextlib
 import threading
 import time
 
@@ -20,9 +21,9 @@ STEPS = 3
 EVAL_ROWS = [{"prompt": "3+4", "answer": "7"}, {"prompt": "5+1", "answer": "6"}]
 
 
-@pytest.fixture
-def serve(monkeypatch):
-    """Starts stand-ins; trainers that are made afterwards send their weights to them."""
+@contextlib.contextmanager
+def serving():
+    """A function that starts stand-ins; trainers that are made afterwards send their weights to them."""
     made = []
 
     def serve(tokenizer, count=1, model=None):
@@ -30,13 +31,30 @@ def serve(monkeypatch):
             StandIn(model or tiny_llama(len(tokenizer), initializer_range=0.1), tokenizer) for _ in range(count)
         ]
         transport = DirectTransport(*stand_ins)
-        monkeypatch.setattr(setup, "transport_of", lambda *_, **__: transport)
+        patch.setattr(setup, "transport_of", lambda *_, **__: transport)
         made.extend(stand_ins)
         return transport, *stand_ins
 
-    yield serve
-    for one in made:
-        one.die()
+    with pytest.MonkeyPatch.context() as patch:
+        yield serve
+        for one in made:
+            one.die()
+
+
+@pytest.fixture
+def serve():
+    with serving() as serve:
+        yield serve
+
+
+@pytest.fixture(scope="module")
+def straight(demo_tokenizer, tmp_path_factory):
+    """A run of ``STEPS`` steps that nothing disturbs."""
+    with serving() as serve:
+        _, stand_in = serve(demo_tokenizer)
+        trainer = served(demo_tokenizer, tmp_path_factory.mktemp("served") / "straight", stand_in)
+        trainer.train()
+    return trainer
 
 
 def served(tokenizer, folder, *stand_ins, **settings):
@@ -86,10 +104,7 @@ def test_servers_draw_ahead_of_the_training(demo_tokenizer, tmp_path, serve):
     assert [{row["weights_version"] for row in rows_of(tmp_path / "a", step)} for step in (1, 2, 3)] == [{0}, {0}, {1}]
 
 
-def test_the_death_of_a_server_changes_nothing(demo_tokenizer, tmp_path, serve):
-    _, stand_in = serve(demo_tokenizer)
-    straight = served(demo_tokenizer, tmp_path / "straight", stand_in)
-    straight.train()
+def test_the_death_of_a_server_changes_nothing(demo_tokenizer, tmp_path, serve, straight):
     _, first, second = serve(demo_tokenizer, 2)
 
     def dies(number, body, answer):
@@ -107,14 +122,11 @@ def test_the_death_of_a_server_changes_nothing(demo_tokenizer, tmp_path, serve):
     def without_servers(folder):
         return [{k: v for k, v in line.items() if not k.startswith("vllm/")} for line in untimed_metrics_of(folder)]
 
-    assert without_servers(tmp_path / "straight") == without_servers(tmp_path / "other")
+    assert without_servers(straight.folder.path) == without_servers(tmp_path / "other")
 
 
-def test_a_run_without_servers_stops_and_is_resumed(demo_tokenizer, tmp_path, serve, monkeypatch):
+def test_a_run_without_servers_stops_and_is_resumed(demo_tokenizer, tmp_path, serve, straight, monkeypatch):
     monkeypatch.setattr("cohort.rollout.vllm.engine.BACKOFF_SECONDS", 0.01)
-    _, stand_in = serve(demo_tokenizer)
-    straight = served(demo_tokenizer, tmp_path / "straight", stand_in)
-    straight.train()
     _, stand_in = serve(demo_tokenizer)
     broken = served(demo_tokenizer, tmp_path / "broken", stand_in)
     steps = broken.steps()

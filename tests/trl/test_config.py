@@ -39,6 +39,15 @@ def test_a_subclass_is_read_by_the_argument_parser_with_help():
     assert "rollout.num_generations" in parser.format_help()
 
 
+def test_a_refused_field_is_refused_as_a_subclass_s_default_too():
+    @dataclass
+    class Half(GRPOConfig):
+        fp16: bool = True
+
+    with pytest.raises(ConfigError, match="fp16=True is not supported"):
+        Half("out")
+
+
 def test_an_unknown_argument_is_named_with_the_nearest_one():
     with pytest.raises(ConfigError, match="unknown argument 'num_generation'; did you mean num_generations"):
         GRPOConfig("out", num_generation=4)

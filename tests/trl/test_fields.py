@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import fields
 from functools import cache
 from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from transformers import TrainingArguments
+from transformers import TrainingArguments, trainer_callback
+from transformers.integrations import integration_utils
 
 from cohort.config import GRPOConfig as Settings
 from cohort.errors import ConfigError
-from cohort.trl import GRPOConfig
+from cohort.trl import GRPOConfig, batch, hub, trainer
 from cohort.trl.config import defaults
 from cohort.trl.fields import FIELDS, RENAMED, of_verdict
 from cohort.trl.translate import translate
@@ -97,9 +101,14 @@ NOT_HERE = {
     "gradient_checkpointing": "on a GPU",
     "activation_checkpointing": "on a GPU",
     "fsdp_config": "with fsdp",
-    "cast_lm_head_to_fp32": "soon",
 }
 """Fields whose effect cannot be seen in a translation on a CPU."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def vllm_is_installed():
+    with patch("cohort.trl.translate.find_spec", lambda name: name):
+        yield
 
 
 def is_setting(to: str) -> bool:
@@ -145,9 +154,7 @@ def test_every_field_of_the_class_and_of_transformers_has_a_verdict():
 
 def test_every_setting_that_a_verdict_names_exists():
     settings = {field.to for field in FIELDS.values() if is_setting(field.to)}
-    assert settings - {"model.float32_head"} <= {
-        f"{section}.{key}" for section, table in Settings() for key in type(table).model_fields
-    }
+    assert settings <= {f"{section}.{key}" for section, table in Settings() for key in type(table).model_fields}
 
 
 @pytest.mark.parametrize("name", [name for name in of_verdict("same") if is_setting(FIELDS[name].to)])
@@ -155,6 +162,15 @@ def test_a_field_with_the_same_meaning_gives_its_value_to_the_setting(name: str)
     value = attrgetter(FIELDS[name].to)(with_field(name))
     given = value_of(name)
     assert value == (tuple(given) if isinstance(given, list) else given)
+
+
+def test_a_field_that_is_no_setting_is_read_by_the_trainer_or_by_transformers_callbacks():
+    modules = [trainer, hub, batch, trainer_callback, integration_utils]
+    read = set(re.findall(r"\bargs\.(\w+)", "".join(map(inspect.getsource, modules))))
+    others = {name for name in of_verdict("same") if not is_setting(FIELDS[name].to)}
+    by_others = {"tf32", "do_train", "do_eval", "do_predict", "resume_from_checkpoint"}
+    assert others - by_others <= read | {"logging_steps", "eval_steps"}  # which TrainerState.compute_steps reads
+    assert not read & set(of_verdict("no effect"))
 
 
 @pytest.mark.parametrize("name", [*of_verdict("translated")])

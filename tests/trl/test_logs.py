@@ -141,6 +141,26 @@ def test_the_loss_has_all_terms():
     assert update_keys({"grad_norm": 0.0, "learning_rate": 0.1, "tokens": 0}, preset("default"))["loss"] == 0.0
 
 
+def test_the_entropy_coefficient_is_the_one_after_the_update():
+    log = window(entropy={"rule": "entropy", "coefficient": 0.01, "target": 2.5, "step": 0.004, "maximum": 0.013})
+    logged = []
+    for number, applied in ((1, 0.0), (1, 0.013), (2, 0.013)):  # entropies 2, 2, 3
+        log.add(update(number, entropy_coefficient=applied))
+        stored = log.state_dict()  # a run may be stopped and resumed here
+        log = window(entropy={"rule": "entropy", "coefficient": 0.01, "target": 2.5, "step": 0.004, "maximum": 0.013})
+        log.load_state_dict(stored)
+        logged.append(log.entry())
+    assert [entry["entropy_coef"] for entry in logged] == pytest.approx([0.013, 0.013, 0.009])
+    assert logged[1]["loss"] == pytest.approx(-0.25 - 0.013 * 2)
+
+
+def test_the_load_balancing_loss_is_part_of_the_loss():
+    log = window(model={"router_aux_loss_coef": 0.1})
+    log.add(update(1, router_loss=2.0))
+    entry = log.entry()
+    assert (entry["aux_loss"], entry["loss"]) == (2.0, pytest.approx(-0.25 + 0.2))
+
+
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
@@ -177,14 +197,22 @@ def test_a_window_without_updates_is_empty():
 
 
 def test_evaluations():
-    metrics = {"reward/mean": 0.5, "length/mean": 7.0, "rewards/digits/mean": 0.25, "custom/answers": 2.0}
-    one = evaluation_keys({f"eval/{key}": value for key, value in metrics.items()})
-    assert one == {
-        "eval_reward": 0.5,
-        "eval_completions/mean_length": 7.0,
-        "eval_rewards/digits/mean": 0.25,
-        "eval_answers": 2.0,
+    scored = [0.0, 1.0, 1.0]
+    metrics = {
+        **{"reward/mean": 0.5, "reward/std": torch.tensor(scored).std(correction=0).item(), "reward/scored": 3},
+        **{"rewards/digits/mean": 0.25, "rewards/digits/std": None, "rewards/digits/scored": 0},
+        **{"reward/dead_share": 0.5, "length/mean": 7.0, "length/min": 3, "length/max": 8, "length/ended_share": 0.75},
+        **{"length/ended_mean": 4.0, "length/ended_min": 3, "length/ended_max": 6},
+        **{"custom/answers": 2.0, "reward/low": 0.1, "reward/high": 0.9},
     }
-    named = evaluation_keys({f"eval/hard/{key}": value for key, value in metrics.items()}, "hard")
-    assert named["eval_hard_reward"] == 0.5
-    assert len(named) == 4
+    expected = {
+        **{"reward": 0.5, "reward_std": pytest.approx(torch.tensor(scored).std().item()), "frac_reward_zero_std": 0.5},
+        **{"rewards/digits/mean": 0.25, "rewards/digits/std": None, "answers": 2.0, "num_tokens": 100},
+        "completions/clipped_ratio": 0.25,
+        **{f"completions/{part}_length": length for part, length in (("mean", 7.0), ("min", 3), ("max", 8))},
+        **{f"completions/{part}_terminated_length": one for part, one in (("mean", 4.0), ("min", 3), ("max", 6))},
+    }
+    one = evaluation_keys({f"eval/{key}": value for key, value in metrics.items()}, num_tokens=100)
+    assert one == {f"eval_{key}": value for key, value in expected.items()}
+    named = evaluation_keys({f"eval/hard/{key}": value for key, value in metrics.items()}, "hard", 100)
+    assert named == {f"eval_hard_{key}": value for key, value in expected.items()}

@@ -1,14 +1,21 @@
 """TRL's trainer over Cohort's: what its callbacks are told, its checkpoints, resuming, and what it refuses."""
 
+import ast
 import json
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
+import cohort
+from cohort.errors import ConfigError, DataError, RunFolderError, Stopped
 from cohort.trl import GRPOConfig, GRPOTrainer
+from cohort.trl.overrides import PRIVATE
 from tests.conftest import tiny_llama
 from tests.train.harness import ROWS, digits_reward, metrics_of, untimed_metrics_of
 
@@ -139,3 +146,197 @@ def test_a_resumed_run_is_bit_equal(straight, demo_tokenizer, tmp_path):
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert untimed_metrics_of(folder) == untimed_metrics_of(straight[3])
+
+
+def test_a_stopped_run_is_found_by_transformers_too(straight, demo_tokenizer, tmp_path, capsys):
+    """Asked to stop while the second rollout is scored: the checkpoint has its part, and the state of the first."""
+    folder, calls = tmp_path / "run", []
+
+    def stopping(completions, trainer_state, **_):
+        calls.append(trainer_state.global_step)
+        if trainer_state.global_step == 2:
+            trainer.core.stop()
+        return digits_reward(completions)
+
+    trainer = make(demo_tokenizer, folder, reward=stopping)
+    with pytest.raises(Stopped, match=r"continue with the same script and train\(resume_from_checkpoint=True\)"):
+        trainer.train()
+    assert max(calls) == 2
+    assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-2")
+    assert json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
+    assert make(demo_tokenizer, folder, reward=stopping).train(True).global_step == 8
+    assert "continue with" in capsys.readouterr().err
+
+
+def test_evaluation_on_demand_and_files_of_scripts(straight, tmp_path, capsys):
+    trainer, _, output, folder = straight
+    entries = len(trainer.state.log_history)
+    metrics = trainer.evaluate()
+    assert trainer.evaluate({"one": ROWS[:1], "two": ROWS[1:2]}).keys() >= {"eval_one_reward", "eval_two_reward"}
+    assert metrics["eval_reward"] == trainer.state.log_history[entries]["eval_reward"]
+    assert [entry["step"] for entry in trainer.state.log_history[entries:]] == [8, 8, 8]
+    trainer.log_metrics("train", output.metrics)
+    assert "train_loss" in capsys.readouterr().out
+    trainer.save_metrics("train", output.metrics)
+    trainer.save_state()
+    assert json.loads((folder / "train_results.json").read_text())["train_loss"] == output.training_loss
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 8
+    trainer.save_model(str(tmp_path / "model"))
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert trainer.accelerator.is_main_process
+    assert trainer.get_learning_rates()[0] < 1e-2
+    assert trainer.get_num_trainable_parameters() == sum(one.numel() for one in trainer.model.parameters())
+
+
+def test_uploads_leave_the_runs_own_files_here(demo_tokenizer, tmp_path, monkeypatch):
+    """The hub is asked for a repository, and gets the model and its card at the end of the run, and when asked to."""
+    folder, asked = tmp_path / "run", []
+
+    class Hub:
+        def create_repo(self, name, **options):
+            asked.append((name, options))
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, **options):
+            asked.append(options)
+            return "done"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    trainer = make(demo_tokenizer, folder, push_to_hub=True, max_steps=2)
+    trainer.train()
+    assert trainer.push_to_hub(dataset_name="me/sums", tags="sums") == "done"
+    (name, _), ended, options = asked
+    assert ended == options
+    assert (name, options["repo_id"], options["commit_message"]) == ("run", "me/run", "End of training")
+    from huggingface_hub.utils import filter_repo_objects
+
+    paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    sent = set(filter_repo_objects(paths, ignore_patterns=options["ignore_patterns"]))
+    assert {"model.safetensors", "config.json", "README.md", "tokenizer.json"} <= sent
+    assert not any(path.startswith(("checkpoint", "rollouts", "config.toml", "metrics", "starts")) for path in sent)
+    card = (folder / "README.md").read_text()
+    assert "datasets: me/sums" in card
+    assert "- sums" in card
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_path, monkeypatch):
+    """peft's configuration is used as it is; an optimizer of the model's parameters steps in place of AdamW."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def lora():  # peft writes the model's name into it
+        return LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+    args = GRPOConfig(str(tmp_path / "lora"), **SETTINGS | {"max_steps": 2, "save_steps": 2})
+    with monkeypatch.context() as context:
+        context.setattr("cohort.trl.given.load_model", None)
+        with pytest.raises(DataError):  # before the model is loaded
+            GRPOTrainer(demo_model_path, with_state, args, [{"prompt": 1}] * 4, peft_config=lora())
+
+    def by_tokens(completion_ids, **_):
+        return [float(sum(ids) * 7 % 11) + position for position, ids in enumerate(completion_ids)]
+
+    trainer = GRPOTrainer(demo_model_path, by_tokens, args, ROWS, peft_config=lora())
+    trainer.train()
+    assert isinstance(trainer.model, PeftModel)
+    assert (tmp_path / "lora" / "checkpoint-2" / "adapter_model.safetensors").exists()
+    assert any(bool(one.any()) for name, one in trainer.model.named_parameters() if "lora_B" in name)
+
+    model = get_peft_model(tiny_llama(vocab_size=len(demo_tokenizer)), lora())
+    with pytest.raises(ConfigError, match="the model has adapters"):
+        GRPOTrainer(model, with_state, trainer.args, ROWS, processing_class=demo_tokenizer, peft_config=lora())
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    args = GRPOConfig(str(tmp_path / "sgd"), **SETTINGS | {"max_steps": 2, "lr_scheduler_type": "constant"})
+    before = [one.detach().clone() for one in trained]
+    options = {"processing_class": demo_tokenizer, "optimizers": (optimizer, None)}
+    ready = GRPOTrainer(model, with_state, args, ROWS, **options)
+    ready.train()
+    assert ready.optimizer is optimizer
+    assert ready.state.log_history[0]["train_loss"] is not None
+    assert any(not torch.equal(one, other) for one, other in zip(before, trained, strict=True))
+    with pytest.raises(ConfigError, match="parameters that are not trained here"):
+        ready.core.optimizer.use(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    with pytest.raises(ConfigError, match="expected a LambdaLR"):
+        ready.core.optimizer.use(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"processing_class": print}, "processing_class: expected a tokenizer, got builtin_function_or_method"),
+        ({"callbacks": [EarlyStoppingCallback]}, "EarlyStoppingCallback needs metric_for_best_model"),
+        ({"rollout_func": print}, "rollout_func is not supported"),
+        ({"callbacks": [object()]}, "expected objects or classes of transformers.TrainerCallback, got object"),
+        ({"callbacks": Recorder()}, "callbacks: expected a list"),
+        ({"optimizers": Recorder()}, "optimizers: expected .*: pass arguments by name"),
+        ({"optimizers": (None, 1)}, "a schedule needs its optimizer"),
+        ({"reward_processing_classes": [None, None]}, "2 entries for 1 reward functions"),
+        ({"peft_config": {"r": 4}}, "expected a peft.PeftConfig such as LoraConfig, got dict"),
+        ({"quantization_config": SimpleNamespace(quant_method="bitsandbytes")}, "the model is loaded already"),
+    ],
+)
+def test_what_is_refused(demo_tokenizer, tmp_path, given, message):
+    with pytest.raises(ConfigError, match=message):
+        make(demo_tokenizer, tmp_path / "run", given=given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_configurations_are_refused(demo_tokenizer):
+    with pytest.raises(ConfigError, match="Cohort's own GRPOConfig"):
+        GRPOTrainer(tiny_llama(), with_state, cohort.GRPOConfig(), ROWS, processing_class=demo_tokenizer)
+    with pytest.raises(
+        ConfigError, match="reward_funcs: expected functions, .* got GRPOConfig: pass arguments by name"
+    ):
+        GRPOTrainer(tiny_llama(), GRPOConfig("unused", **SETTINGS), train_dataset=ROWS)
+
+
+def test_an_evaluation_without_rows_is_refused(demo_tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="eval_strategy is 'steps', and there is no eval_dataset"):
+        make(demo_tokenizer, tmp_path / "run", **EVALUATED | {"eval_rows": None})
+
+
+def test_subclasses_may_not_override_what_is_never_called():
+    with pytest.raises(ConfigError, match="Mine overrides _generate, compute_loss, which .* never calls"):
+
+        class Mine(GRPOTrainer):
+            def _generate(self, prompts):
+                return prompts
+
+            def compute_loss(self, model, inputs):
+                return 0.0
+
+    class Fine(GRPOTrainer):
+        _tag_names = ("mine",)
+
+        def log(self, logs, start_time=None):
+            super().log(logs | {"mine": 1.0}, start_time)
+
+        def _helper(self):
+            return 1
+
+
+def test_every_private_method_of_trl_is_known():
+    trainers = Path(find_spec("trl").origin).parent / "trainer"  # importing TRL takes seconds
+    classes = [
+        node
+        for name in ("grpo_trainer", "base_trainer")
+        for node in ast.parse((trainers / f"{name}.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name in ("GRPOTrainer", "_BaseTrainer")
+    ]
+    theirs = {node.name for one in classes for node in one.body if isinstance(node, ast.FunctionDef)}
+    assert len(theirs) > 20
+    assert theirs - {*dir(Trainer), "__init__"} <= PRIVATE
+
+
+def test_folders_that_are_taken(straight, demo_tokenizer, tmp_path):
+    folder = straight[3]
+    with pytest.raises(RunFolderError, match=r"train\(resume_from_checkpoint=True\), or choose another output_dir"):
+        make(demo_tokenizer, folder).train()
+    with pytest.raises(RunFolderError, match="no checkpoint to resume from in output_dir"):
+        make(demo_tokenizer, tmp_path / "none").train(resume_from_checkpoint=True)
+    with pytest.raises(RunFolderError, match="is not the newest checkpoint of the run"):
+        make(demo_tokenizer, folder).train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    (tmp_path / "other" / "checkpoints" / "step-1").mkdir(parents=True)
+    with pytest.raises(RunFolderError, match="belongs to another run than output_dir"):
+        make(demo_tokenizer, tmp_path / "other").train(resume_from_checkpoint=str(folder / "checkpoint-8"))

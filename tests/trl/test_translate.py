@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from transformers import LlamaConfig, MixtralConfig
@@ -18,6 +19,12 @@ from cohort.trl.batch import Batch
 from cohort.trl.layout import layout_of
 from cohort.trl.notice import differences
 from cohort.trl.translate import translate
+
+
+@pytest.fixture(autouse=True, scope="module")
+def vllm_is_installed():
+    with patch("cohort.trl.translate.find_spec", lambda name: name):
+        yield
 
 
 def translated(**fields: Any) -> Any:
@@ -36,6 +43,7 @@ def objective(**fields: Any) -> Any:
         ("bnpo", {"delta": 4.0}, "token_mean", "token", PPOClip(low=0.8, high=1.2, dual=4.0)),
         ("dr_grpo", {"epsilon_high": 0.0}, "constant", "token", PPOClip(low=0.8, high=1.0)),
         ("luspo", {"importance_sampling_level": "sequence"}, "seq_sum", "sequence_mean", PPOClip(low=0.8, high=1.2)),
+        ("grpo", {"epsilon": 10.0}, "seq_mean_token_mean", "token", PPOClip(low=0.0, high=11.0)),
         ("cispo", {"epsilon_high": 5.0}, "token_mean", "token", Cap(low=0.0, high=5.0)),
         ("sapo", {"sapo_temperature_neg": 1.5}, "seq_mean_token_mean", "token", SAPO(tau_negative=1.5)),
         ("vespo", {"vespo_k_pos": 1.0}, "token_mean", "sequence_product", Gamma(k_positive=1.0)),
@@ -82,6 +90,17 @@ def test_servers_of_vllm():
     assert vllm.arguments == tuple(arguments.split())
 
 
+def test_vllm_in_the_trainer_s_process_is_a_server_of_one_process(monkeypatch):
+    args = GRPOConfig("out", use_vllm=True)
+    args.generation_batch_size = 16  # as it is when the arguments are made in two processes
+    args.steps_per_generation = 1
+    with pytest.raises(ConfigError, match="'colocate' is for one process here, and there are 2: start a server"):
+        translate(args, world_size=2, num_prompts=8)
+    monkeypatch.setattr("cohort.trl.translate.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs vLLM, which is not installed .* set use_vllm=False"):
+        translate(GRPOConfig("out", use_vllm=True), num_prompts=8)
+
+
 def test_the_learning_rate_schedule_has_as_many_updates_as_the_run():
     found = translated(num_train_epochs=1, warmup_ratio=0.1, lr_scheduler_type="cosine")
     assert (found.run.max_steps, found.optim.warmup_steps, found.optim.lr_scheduler_type) == (320, 32, "cosine")
@@ -120,7 +139,7 @@ def test_tool_calls_are_turns():
         ({"loss_type": "dapoo"}, "did you mean dapo"),
         ({"loss_type": "cispo"}, "set epsilon_high=5.0"),
         ({"delta": 1.1}, "delta (1.1) must be above 1 + epsilon_high (1.2)"),
-        ({"epsilon": 1.5}, "epsilon must be in [0, 1)"),
+        ({"epsilon": -0.5}, "epsilon and epsilon_high must be at least 0"),
         ({"scale_rewards": "groups"}, "did you mean group"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must be above 0"),
@@ -129,6 +148,7 @@ def test_tool_calls_are_turns():
         ({"reward_weights": 0.5}, "reward_weights: input should be a list"),
         ({"generation_kwargs": {"min_new_tokens": 600}}, "must be at most max_completion_length (512)"),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "follows evaluations"),
+        ({"save_strategy": "best"}, "save_strategy 'best' is not supported"),
         ({"optim": "lion_8bit"}, "optim 'lion_8bit' is not supported here"),
         ({"generation_kwargs": {"top_pp": 0.5}}, "generation_kwargs has 'top_pp'"),
         ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs has 'num_beams'"),
@@ -216,3 +236,5 @@ def test_the_start_says_what_differs_in_this_run():
     assert "update k of 4 has k/4 of the rate" in several
     assert "without effect: dataloader_num_workers, dataloader_prefetch_factor (prompts come from no" in several
     assert "without effect: use_liger_loss" in several
+    assert "not with every checkpoint" in said(push_to_hub=True)
+    assert "checkpoint" not in plain

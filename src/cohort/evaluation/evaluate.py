@@ -17,6 +17,7 @@ from cohort.config import EvalConfig, GRPOConfig
 from cohort.data import Data, LengthLimit, PromptSet
 from cohort.environments import Acting
 from cohort.errors import ConfigError
+from cohort.evaluation.totals import totals
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rewards.scores import Scores
 from cohort.rollout import Purpose, RNGKey, Sampler, Sampling, Watch
@@ -70,6 +71,8 @@ class Evaluation:
     """Means over prompts."""
     counts: Mapping[str, float]
     """Numbers without an interval: unscored and failed completions, and what functions logged."""
+    totals: Mapping[str, float | None]
+    """Numbers of all completions together."""
     table: Any
     """Every completion with its scores: a ``pyarrow.Table`` with the columns of ``rollouts/``."""
     success: Success | None
@@ -80,14 +83,14 @@ class Evaluation:
         """The mean reward."""
         return self.estimates["reward"]
 
-    def metrics(self, name: str = "") -> dict[str, float]:
+    def metrics(self, name: str = "") -> dict[str, float | None]:
         """The metrics, flat, for ``metrics.jsonl``; ``name`` is the set's if there are several."""
-        flat = {
+        flat: dict[str, float | None] = {
             f"{prefix(name)}{metric}/{kind}": getattr(estimate, kind)
             for metric, estimate in self.estimates.items()
             for kind in ("mean", "low", "high")
         }
-        return flat | {f"{prefix(name)}{key}": value for key, value in self.counts.items()}
+        return flat | {f"{prefix(name)}{key}": value for key, value in {**self.counts, **self.totals}.items()}
 
 
 def prefix(name: str) -> str:
@@ -234,7 +237,7 @@ class Evaluator:
             "errors": sum(reason is FinishReason.ERROR for _, reason in completions),
             **{f"custom/{name}": sum(numbers) / len(numbers) for name, numbers in scores.logged.items()},
         }
-        return Evaluation(values, found, counts, table, self.success)
+        return Evaluation(values, found, counts, totals(scores, completions, count), table, self.success)
 
     def describe_sampling(self) -> str:
         """The sampling in words, with a warning if all completions of a prompt are the same."""

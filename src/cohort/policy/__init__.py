@@ -2,12 +2,13 @@
 
 from cohort.policy.adapters import adapter_weights, add_adapters, has_adapters, merged
 from cohort.policy.compute import disable_dropout, enable_checkpointing
+from cohort.policy.context import context_length
+from cohort.policy.deferred import DeferredModel
 from cohort.policy.export import named_weights
 from cohort.policy.head import CompletionStates, Head, TokenLogps, chunked_terms
 from cohort.policy.load import (
     Precision,
     check_loading,
-    context_length,
     end_token_ids,
     folder_of_revision,
     load_model,

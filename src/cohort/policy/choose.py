@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from cohort.policy.anatomy import UnsupportedModel
-from cohort.policy.compute import ComputeModel
+from cohort.policy.anatomy import UnsupportedModel, need
+from cohort.policy.compute import ComputeModel, modes_restored
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.float32_head import is_float32
 from cohort.policy.head import Head
@@ -33,8 +34,9 @@ def find_head(model: ComputeModel) -> Head | None:
     if type(linear) is not nn.Linear:
         return None
     config = base.config.get_text_config()
-    multiplier = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere
-    multiplier /= float(getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    scale, scaling = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)  # Cohere, Granite
+    multiplier = float(scale) if scale and not isinstance(scale, str) else 1.0  # in MPT it may be a word
+    multiplier /= float(scaling or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     own_dtype = is_float32(linear)
     compute = torch.float32 if own_dtype else model.precision.compute
@@ -46,44 +48,53 @@ def choose_passes(model: ComputeModel) -> Passes:
     is, and why no better one is used."""
     if model.dropout:
         return PlainPasses(model, Head())
-    head = find_head(model)
-    failures = [] if head is not None else ["its head is not a plain linear layer after a decoder"]
-    candidates = () if head is None else _candidates(model, head)
-    passes = first_correct(candidates, lambda candidate: logit_gap(candidate, model), model, failures)
+    has_head = find_head(model) is not None
+    failures = [] if has_head else ["its head is not a plain linear layer after a decoder"]
+    candidates = _candidates(model) if has_head else ()
+    passes = first_correct(candidates, lambda candidate: logit_gaps(candidate, model), model, failures)
     if passes is None:
         passes = PlainPasses(model, Head(compute=model.precision.compute))
         passes.description += in_parentheses(failures)
     return passes
 
 
-def _candidates(model: ComputeModel, head: Head) -> Iterator[tuple[str, Callable[[], Passes]]]:
+def _candidates(model: ComputeModel) -> Iterator[Candidate[Passes]]:
+    def head() -> Head:
+        found = find_head(model)
+        assert found is not None
+        return found
+
     with contextlib.suppress(
         UnsupportedModel, AttributeError
     ):  # no reason is given: most families run with transformers' own layers
-        layers = LeanLayers(model)
-        yield "lean", lambda: SharedPasses(model, head, layers)
-    yield "custom attention", lambda: SharedPasses(model, head, CustomAttention(model))
-    yield "padded", lambda: PlainPasses(model, head)
+        LeanLayers(model)
+        yield Candidate("lean", lambda: SharedPasses(model, head(), LeanLayers(model)))
+    yield Candidate("custom attention", lambda: SharedPasses(model, head(), CustomAttention(model)))
+    yield Candidate("padded", lambda: PlainPasses(model, head()))
 
 
 @torch.no_grad()
-def logit_gap(passes: Passes, model: ComputeModel) -> float:
-    """``relative_gap`` to the model's own forward pass on a few random tokens."""
+def logit_gaps(passes: Passes, model: ComputeModel) -> Tensor:
+    """``relative_gaps`` to the model's own forward pass on a few random tokens, in the update's mode."""
     tokens = token_source(model)
     prompts = [tokens(length) for length in TRIAL_PROMPTS]
     completions = [tokens(length) for _, length in TRIAL_COMPLETIONS]
     rows = PackedRows.of([prompt for prompt, _ in TRIAL_COMPLETIONS], completions)
-    logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states)
+    with model.training():
+        logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states)
     expected = [
         own_logits(model, [*prompts[prompt], *completion], len(completion) + 1)[:-1]
         for (prompt, _), completion in zip(TRIAL_COMPLETIONS, completions, strict=True)
     ]
-    return relative_gap(logits_NV, torch.cat(expected))
+    return relative_gaps(logits_NV, torch.cat(expected))
 
 
 MAX_GAP = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}
 """Largest accepted relative error of logits, by compute dtype. Rounding gives about 1e-6 in float32 (transformers
-normalises float64 models in float32, too) and 0.02 in bfloat16; a wrong position or mask gives 0.1 or more."""
+normalises float64 models in float32, too) and 0.02 in bfloat16, a soft cap that is left out 1e-3, a wrong position or
+mask 0.1 or more. So float32 and wider dtypes decide what is computed, by the worst token. A trial in half precision
+decides only whether the kernels of that dtype work, by the median token: of two correct implementations, one may send a
+token to another expert."""
 
 
 class Implementation(Protocol):
@@ -95,42 +106,61 @@ class Implementation(Protocol):
 Chosen = TypeVar("Chosen", bound=Implementation)
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate(Generic[Chosen]):
+    """An implementation that may be tried."""
+
+    name: str
+    construct: Callable[[], Chosen]
+    copies_weights: bool = False
+    """Whether it copies weights that are stored in another dtype than the compute dtype."""
+
+
 @torch.no_grad()
 def first_correct(
-    candidates: Iterable[tuple[str, Callable[[], Chosen]]],
-    gap: Callable[[Chosen], float],
+    candidates: Iterable[Candidate[Chosen]],
+    gaps: Callable[[Chosen], Tensor],
     model: ComputeModel,
     failures: list[str],
 ) -> Chosen | None:
-    """The first implementation whose logits are those of the model's own forward pass, or None.
+    """The first implementation whose logits are those of the model's own forward pass, or None. With a half-precision
+    compute dtype it is tried in float32 first.
 
     Args:
-        candidates: names and constructors, best first.
-        gap: the largest relative error of an implementation's logits; see ``relative_gap``.
+        candidates: the implementations, best first.
+        gaps: the relative errors of an implementation's logits; see ``relative_gaps``.
         model: the model, which is in evaluation mode meanwhile.
         failures: reasons why better implementations cannot be used. Extended here, and added to the description of the
             implementation that is returned.
     """
-    mode = model.model.training
-    model.model.eval()
-    try:
-        for name, construct in candidates:
+    with modes_restored(list(model.model.modules())):
+        model.model.eval()
+        for candidate in candidates:
             try:
-                candidate = construct()
-                error = gap(candidate)
+                if model.can_widen(copying=candidate.copies_weights):
+                    with model.in_float32():
+                        _check(gaps(candidate.construct()), torch.float32)
+                chosen = candidate.construct()
+                _check(gaps(chosen), model.precision.compute)
             except UnsupportedModel as reason:
-                failures.append(f"{name}: {reason}")
-                continue
+                failures.append(f"{candidate.name}: {reason}")
             except Exception as reason:  # models bring their own code
-                failures.append(f"{name}: {type(reason).__name__}: {(str(reason).splitlines() or [''])[0]}")
-                continue
-            if error <= MAX_GAP[model.precision.compute]:
-                candidate.description += in_parentheses(failures)
-                return candidate
-            failures.append(f"{name}: off by {error:.2g} from the model's forward pass")
-    finally:
-        model.model.train(mode)
+                failures.append(f"{candidate.name}: {one_line(reason)}")
+            else:
+                chosen.description += in_parentheses(failures)
+                return chosen
     return None
+
+
+def _check(gaps_N: Tensor, dtype: torch.dtype) -> None:
+    """Raise ``UnsupportedModel`` if relative errors of logits in a dtype are larger than rounding."""
+    decisive = gaps_N.max() if dtype.itemsize >= torch.float32.itemsize or gaps_N.isinf().any() else gaps_N.median()
+    need(float(decisive) <= MAX_GAP[dtype], f"off by {float(decisive):.2g} from the model's forward pass")
+
+
+def one_line(error: Exception) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def in_parentheses(failures: Sequence[str]) -> str:
@@ -159,10 +189,10 @@ def own_logits(model: ComputeModel, token_ids: Sequence[int], count: int) -> Ten
     return logits
 
 
-def relative_gap(logits_NV: Tensor, expected_NV: Tensor) -> float:
-    """The largest over tokens of the norm of the difference, divided by the norm of the centred expected logits.
-    Infinite if a logit is NaN."""
+def relative_gaps(logits_NV: Tensor, expected_NV: Tensor) -> Tensor:
+    """For each token the norm of the difference, divided by the norm of the centred expected logits, ``[N]``. Infinite
+    if a logit is NaN."""
     expected_NV = expected_NV.to(logits_NV.dtype)
     spread_N = (expected_NV - expected_NV.mean(-1, keepdim=True)).norm(dim=-1)
-    gap_N = (logits_NV - expected_NV).norm(dim=-1) / torch.where(spread_N > 0, spread_N, 1.0)
-    return float(gap_N.nan_to_num(nan=torch.inf).max())
+    gap_N: Tensor = (logits_NV - expected_NV).norm(dim=-1) / torch.where(spread_N > 0, spread_N, 1.0)
+    return torch.nan_to_num(gap_N, nan=torch.inf)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from cohort.errors import ModelError
 from cohort.native import DTYPES, Unavailable, load
 from cohort.parallel.full import is_gathered
 from cohort.policy.adapters import TRAINED, has_adapters
@@ -27,7 +28,7 @@ class ComputeModel:
         dropout: whether dropout stays on. False sets every dropout of the model to 0, the attention's included.
         adapter: the adapter that is active in ``compute()``, for a model with adapters. None: no adapter.
 
-    The model is in evaluation mode except inside ``training()``.
+    The model is in evaluation mode; see ``training()``.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class ComputeModel:
         self._adapter = adapter
         if not dropout:
             disable_dropout(model)
+        if precision.compute == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # grouped products of experts know no float64
         # A peft wrapper passes arguments that it does not name itself on to the model.
         wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.forward_arguments = frozenset(inspect.signature(wrapped.forward).parameters)
@@ -108,14 +111,43 @@ class ComputeModel:
             with torch.autocast(self.device.type, self.precision.compute, cache_enabled=not is_gathered(self.model)):
                 yield
 
+    def can_widen(self, *, copying: bool) -> bool:
+        """Whether ``in_float32`` computes something else than the model does anyway: in half precision, unless weights
+        are quantized. ``copying``: whether weights that are stored in half precision would be copied, which may not fit
+        into memory."""
+        weights = self.model.parameters()
+        narrow = copying and any(weight.dtype == self.precision.compute for weight in weights)
+        quantized = getattr(self.model, "is_quantized", False)
+        return self.precision.compute.itemsize < torch.float32.itemsize and not quantized and not narrow
+
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Compute in float32 inside the block. Matrices of linear layers that are stored in half precision are cast
+        when their layer runs; it must not need a gradient."""
+        before, self.precision = self.precision, Precision(self.precision.master, torch.float32)
+        hooks = []
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear) and module.weight.dtype == before.compute:
+                hooks += [module.register_forward_pre_hook(_widen), module.register_forward_hook(_narrow)]
+        try:
+            with torch.autocast(self.device.type, enabled=False):  # of a ``compute()`` around the block
+                yield
+        finally:
+            self.precision = before
+            for hook in hooks:
+                hook.remove()
+
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Training mode inside the block: gradient checkpointing and dropout need it."""
-        self.model.train()
-        try:
+        """The mode of an update inside the block: with dropout, training mode; else evaluation mode, as in sampling,
+        because training mode may change more than dropout (router noise, skipped layers, a dropout that the model reads
+        from its config). Layers that are checkpointed are in training mode, in which transformers checkpoints them;
+        what they compute is in evaluation mode (``passes.recomputed_in``)."""
+        modules = list(self.model.modules()) if self.dropout else checkpointed_modules(self.model)
+        with modes_restored(modules):
+            for module in modules:
+                module.training = True
             yield
-        finally:
-            self.model.eval()
 
     @contextlib.contextmanager
     def gradients_in_place(self) -> Iterator[None]:
@@ -157,14 +189,51 @@ class AllFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _widen(module: nn.Module, _given: Any) -> None:
+    module.narrow_weight, module.weight.data = module.weight.data, module.weight.data.float()
+
+
+def _narrow(module: nn.Module, _given: Any, _output: Any) -> None:
+    module.weight.data = module.narrow_weight
+    del module.narrow_weight
+
+
 def enable_checkpointing(model: Any) -> None:
     """Recompute activations in the backward pass. Sampling keeps its cache: it runs in evaluation mode, in which
     transformers does not checkpoint.
+
+    Raises:
+        ModelError: the architecture does not support it.
     """
-    if hasattr(model, "activation_checkpointing_enable"):  # the newer name in transformers
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    newer = hasattr(model, "activation_checkpointing_enable")  # the newer name in transformers
+    enable = model.activation_checkpointing_enable if newer else model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except (ValueError, AttributeError) as reason:
+        raise ModelError(
+            f"model.gradient_checkpointing: transformers does not support it for {type(model).__name__}: set it to "
+            "false, and optim.microbatch_tokens lower"
+        ) from reason
+
+
+def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that recompute activations when they are in training mode: layers, or in models with their own code
+    also what contains the layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    return [module for module in found if isinstance(module, GradientCheckpointingLayer)] or found
+
+
+@contextlib.contextmanager
+def modes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore each module's mode, training or evaluation, at the end of the block."""
+    before = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -23,6 +23,11 @@ by itself has other keys than with a completion after it."""
 
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Settings of a config that hide tokens from some layers."""
+BIASES = frozenset({"s_aux", "position_bias", "head_mask"})
+"""Arguments of transformers' attention functions that change scores."""
+UNUSED = frozenset({"position_ids", "cache_position"})
+"""Arguments that reach attention functions and change nothing: queries and keys are rotated already. Any other tensor
+changes what is computed, perhaps only beyond the lengths of a trial."""
 
 
 class CustomAttention:
@@ -96,8 +101,10 @@ def _attention(
         raise UnsupportedModel("it does not hand arguments on to its attention")
     need(not dropout, "attention has dropout")
     need(getattr(module, "is_causal", True), "attention is not causal")
-    biases = [name for name in ("s_aux", "position_bias", "head_mask") if others.get(name) is not None]
-    need(not biases, "attention has sinks or biases")
+    need(_mask is None, "its layers hide tokens with masks of their own")
+    tensors = {name for name, value in others.items() if isinstance(value, Tensor)} - UNUSED
+    need(not tensors & BIASES, "attention has sinks or biases")
+    need(not tensors, f"its attention takes {', '.join(sorted(tensors))}, which packed attention does not know")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = others.get("sliding_window")
     known = "sliding_window" in others or not any(getattr(module.config, name, None) for name in WINDOWS)

@@ -278,7 +278,7 @@ def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
         ModelError: a config cannot be read, or names something else than tokens.
     """
     found: set[int] = set()
-    for holder in (*(_configs(model) if isinstance(model, str) else _configs_of(model)), tokenizer):
+    for holder in (*(read_configs(model) if isinstance(model, str) else _configs_of(model)), tokenizer):
         ids = getattr(holder, "eos_token_id", None)
         listed = [ids] if isinstance(ids, int) else ids or []
         if not isinstance(listed, list | tuple) or not all(isinstance(one, int) for one in listed):
@@ -291,7 +291,8 @@ def _configs_of(model: Any) -> tuple[Any, Any]:
     return getattr(model, "generation_config", None), getattr(model, "config", None)
 
 
-def _configs(name: str) -> tuple[Any, Any]:
+def read_configs(name: str) -> tuple[Any, Any]:
+    """The generation config of a folder or hub id, None if there is none, and the config; see ``read_config``."""
     from transformers import GenerationConfig
 
     path = _base_of(_check_folder(name))
@@ -320,14 +321,6 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
         check_config(Path(path))
     with _errors(f"cannot read a model's config in {model!r}", path):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
-
-
-def context_length(config: Any) -> int | None:
-    """The maximum number of tokens of a model, prompt and completion together. None if its config has no limit."""
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        if isinstance(length := getattr(config, name, None), int) and length > 0:
-            return length
-    return None
 
 
 def _check_folder(path: str) -> str:

@@ -24,9 +24,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from cohort.errors import ModelError
 from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.attention import packed_attention
-from cohort.policy.compute import ComputeModel
+from cohort.policy.compute import ComputeModel, modes_restored
+from cohort.policy.context import longrope_length
 from cohort.policy.device import kind_of
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.layout import Layout
@@ -232,13 +234,16 @@ class PackedPass:
 
 @contextlib.contextmanager
 def recomputed_in(context: Callable[[], AbstractContextManager[None]], model: Any) -> Iterator[None]:
-    """Let checkpointed layers that run in this block be recomputed, in the backward pass, inside ``context()``. (A
-    block around ``Tensor.backward`` would not do: torch function modes are off there.)"""
+    """Let checkpointed layers that run in this block be recomputed, in the backward pass, inside ``context()`` and in
+    the mode of the model, not in that of the layer (``ComputeModel.training``). (A block around ``Tensor.backward``
+    would not do: torch function modes are off there.)"""
     before = [(m, m._gradient_checkpointing_func) for m in model.modules() if getattr(m, "gradient_checkpointing", 0)]
+    mode = model.training
 
-    def checkpoint(function: Any, layer: Any, *arguments: Any) -> Any:
+    def checkpoint(module: nn.Module, function: Any, layer: Any, *arguments: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            with context():
+            with context(), modes_restored([module]):
+                module.training = mode
                 return layer(*arguments)
 
         if getattr(function, "keywords", {}).get("use_reentrant"):
@@ -247,7 +252,7 @@ def recomputed_in(context: Callable[[], AbstractContextManager[None]], model: An
         return function(run, *arguments)
 
     for module, function in before:
-        module._gradient_checkpointing_func = functools.partial(checkpoint, function)
+        module._gradient_checkpointing_func = functools.partial(checkpoint, module, function)
     try:
         yield
     finally:
@@ -271,17 +276,30 @@ class PlainPasses:
         self.description = "prompts computed with every completion, padded"
         if head.linear is None:
             self.description += ", all logits at once"
+        self._longest = longrope_length(model.model.config.get_text_config())
+        if self._longest is not None:
+            self.description += f", texts of at most {self._longest:,} tokens because of its longrope"
 
     def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
         """See ``Passes``. Nothing is computed yet."""
         return Prefixes(prompt_ids, {}, attached=attached)
 
     def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
-        """See ``Passes``."""
+        """See ``Passes``.
+
+        Raises:
+            ModelError: a text is longer than ``longrope_length``.
+        """
         prompts = [torch.as_tensor(prefixes.prompt_ids[p]) for p in rows.prompt_B.tolist()]
         texts = map(torch.cat, zip(prompts, rows.ids_T.split(rows.lengths_B.tolist()), strict=True))
         # Padded on the right without an attention mask: under causal attention no real token sees what follows it.
         input_ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True).to(self.model.device)
+        if self._longest is not None and input_ids.shape[1] > self._longest:
+            raise ModelError(
+                f"a prompt and its completion have {input_ids.shape[1]:,} tokens, and beyond {self._longest:,} the "
+                "model's longrope has other factors, for all tokens of a pass: use shorter prompts, or lower "
+                "rollout.max_completion_length"
+            )
         prompt_lengths_B = torch.tensor(list(map(len, prompts)))
         shortest = int(prompt_lengths_B.min())
         # Position t predicts token t + 1, so the first position needed is the last token of the shortest prompt.

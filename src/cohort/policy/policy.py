@@ -23,6 +23,7 @@ from cohort.policy.adapters import (
 )
 from cohort.policy.choose import choose_passes
 from cohort.policy.compute import ComputeModel, enable_checkpointing
+from cohort.policy.deferred import DeferredModel
 from cohort.policy.finite import check_finite_weights
 from cohort.policy.float32_head import use_float32_head
 from cohort.policy.head import CompletionStates, TokenLogps
@@ -149,7 +150,7 @@ class Policy(ComputeModel):
 
 
 def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int = 0) -> Policy:
-    """Load the policy from a folder, a hub id or a loaded model, with the precision and options of the settings.
+    """Load the policy from a folder, a hub id, a loaded or a deferred model, with the settings' precision and options.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -157,7 +158,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     """
     device = resolve_device(config.device)
     precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
-    given = model
+    given, model = model, model.load() if isinstance(model, DeferredModel) else model
     if isinstance(model, str):
         model = load_model(
             model,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, UnsupportedModel
-from cohort.policy.choose import first_correct, own_logits, relative_gap, token_source
+from cohort.policy.choose import Candidate, first_correct, one_line, own_logits, relative_gaps, token_source
 from cohort.rollout.backend import Backend
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
@@ -30,35 +31,43 @@ def choose_backend(policy: Policy, *, native_kernels: bool = True) -> Backend:
     """
     failures: list[str] = []
     candidates = _candidates(policy, failures, native_kernels=native_kernels)
-    backend = first_correct(candidates, lambda candidate: logit_gap(candidate, policy), policy, failures)
+    backend = first_correct(candidates, lambda candidate: logit_gaps(candidate, policy), policy, failures)
     if backend is None:
         raise ModelError(f"{type(policy.model).__name__} cannot be sampled from: {'; '.join(failures)}")
     return backend
 
 
-def _candidates(
-    policy: Policy, failures: list[str], *, native_kernels: bool
-) -> Iterator[tuple[str, Callable[[], Backend]]]:
+def _candidates(policy: Policy, failures: list[str], *, native_kernels: bool) -> Iterator[Candidate[Backend]]:
+    def lean(native: bool) -> LeanBackend:
+        return LeanBackend(policy, Anatomy.of(policy.model), native_kernels=native)
+
     try:
-        lean = LeanBackend(policy, Anatomy.of(policy.model), native_kernels=native_kernels)
-        yield "lean", lambda: lean
-        if lean.is_native:
-            yield "lean", lambda: LeanBackend(policy, lean.anatomy, native_kernels=False)
+        is_native = lean(native_kernels).is_native
+        yield Candidate("lean", lambda: lean(native_kernels), copies_weights=True)
+        if is_native:
+            yield Candidate("lean", lambda: lean(False), copies_weights=True)
     except UnsupportedModel as reason:
         failures.append(f"not lean: {reason}")
-    kind = cache_kind(policy)
+    kind = None
+    try:
+        kind = cache_kind(policy)
+    except Exception as reason:  # models bring their own code
+        failures.append(f"transformers' cache: {one_line(reason)}")
     if kind == "attention":
-        yield "transformers' cache, rows refilled", lambda: RefillBackend(policy)
-        yield "the same without parking", lambda: RefillBackend(policy, keeps_rows=False)
-    if kind is not None:
-        yield "transformers' cache, static batches", lambda: StaticBackend(policy, mixed_lengths=kind != "recurrent")
-    yield "without a cache", lambda: RecomputeBackend(policy)
+        yield Candidate("transformers' cache, rows refilled", lambda: RefillBackend(policy))
+        yield Candidate("the same without parking", lambda: RefillBackend(policy, keeps_rows=False))
+    static = "transformers' cache, static batches"
+    if kind in {"attention", "padded"}:
+        yield Candidate(static, lambda: StaticBackend(policy, mixed_lengths=True))
+    if kind in {"padded", "other"}:
+        yield Candidate(f"{static} of one length", lambda: StaticBackend(policy, mixed_lengths=False))
+    yield Candidate("without a cache", lambda: RecomputeBackend(policy))
 
 
 @torch.no_grad()
-def logit_gap(backend: Backend, policy: Policy) -> float:
-    """``relative_gap`` to the model's own forward pass on a few random tokens: prefilled, decoded, with two rows on one
-    prompt, and given to rows that were parked."""
+def logit_gaps(backend: Backend, policy: Policy) -> Tensor:
+    """``relative_gaps`` to the model's own forward pass on a few random tokens: prefilled, decoded, with two rows on
+    one prompt, and given to rows that were parked."""
     tokens = token_source(policy)
     prompts = [tokens(length) for length in TRIAL_LENGTHS if backend.mixed_lengths or length == TRIAL_LENGTHS[0]]
     owners = [*range(len(prompts)), 0]
@@ -84,4 +93,4 @@ def logit_gap(backend: Backend, policy: Policy) -> float:
     expected = [own_logits(policy, text, TRIAL_STEPS) for text in texts]
     if backend.keeps_rows:
         expected += [own_logits(policy, [*texts[0], *given], 1), own_logits(policy, [*texts[1], *given[:1]], 1)]
-    return relative_gap(torch.cat(logits), torch.cat(expected))
+    return relative_gaps(torch.cat(logits), torch.cat(expected))

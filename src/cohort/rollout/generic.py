@@ -7,37 +7,82 @@ usable cache). The first one parks rows; for the others the scheduler prefills t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from cohort.policy import Policy
 from cohort.rollout.backend import PREFILL_TOKENS, Backend
 from cohort.rollout.capacity import order_after_removal
 
+CacheKind = Literal["attention", "padded", "other"]
+PADDED_LAYERS = frozenset(
+    {
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",  # of a layer that reads another's keys and values
+    }
+)
+"""Cache layers of transformers whose models keep padding on the left out of states. Others may count positions from the
+first column, which shows only in texts longer than a trial's: sparse layers do, for their blocks."""
+
 
 @torch.no_grad()
-def cache_kind(policy: Policy) -> Literal["attention", "windowed", "recurrent"] | None:
-    """What a model's cache holds: keys and values of all tokens; of a window of them in some layers; recurrent states.
-    None: the model returns no cache that its next call accepts."""
+def cache_kind(policy: Policy) -> CacheKind | None:
+    """What a model's cache holds: keys and values of all tokens; also windows of them, or recurrent states, which
+    know padding; something else. None: the model returns no cache that its next call accepts."""
     if "past_key_values" not in policy.forward_arguments:
         return None
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
     with policy.compute():
         output = policy.logits(torch.zeros(1, 2, dtype=torch.long, device=policy.device), keep=1, use_cache=True)
     layers = getattr(getattr(output, "past_key_values", None), "layers", None)
     if not layers:
         return None
-    kinds = {type(layer) for layer in layers}
-    if kinds == {DynamicLayer}:
+    kinds = {type(layer).__name__ for layer in layers}
+    if kinds == {"DynamicLayer"}:
         return "attention"
-    return "windowed" if kinds <= {DynamicLayer, DynamicSlidingWindowLayer} else "recurrent"
+    return "padded" if kinds <= PADDED_LAYERS else "other"
+
+
+@contextlib.contextmanager
+def limited_time_steps(model: nn.Module) -> Iterator[None]:
+    """Limit the time steps of Mamba layers inside the block, before their softplus. Cached decoding of transformers
+    leaves out their limits (Nemotron-H, Zamba 2), which passes over several tokens respect."""
+    limited: list[Any] = [module for module in model.modules() if _time_limits(module) is not None]
+    hooks = [module.in_proj.register_forward_hook(partial(_limit, module)) for module in limited]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _time_limits(module: nn.Module) -> tuple[float, float] | None:
+    limits = getattr(module, "time_step_limit", None)
+    if limits is None or not hasattr(module, "dt_bias") or not hasattr(module, "in_proj"):
+        return None
+    least, most = map(float, limits)
+    return (least, most) if least > 0 or math.isfinite(most) else None
+
+
+def _limit(mixer: Any, _module: nn.Module, _given: Any, projected: Tensor) -> Tensor:
+    """The time steps are the last columns of the projection."""
+    bias = mixer.dt_bias
+    limits = (bias.new_tensor(limit) for limit in _time_limits(mixer) or (0.0, math.inf))
+    least, most = ((limit + torch.log(-torch.expm1(-limit)) - bias).to(projected.dtype) for limit in limits)
+    steps = projected[..., -len(bias) :].clamp(least, most)
+    return torch.cat([projected[..., : -len(bias)], steps], dim=-1)
 
 
 class _CachedBackend(Backend):
@@ -55,12 +100,13 @@ class _CachedBackend(Backend):
     def token_bytes(self) -> int:
         """See ``Backend``. An estimate from the model's settings: attention in every layer."""
         config = self.policy.model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
         layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-        if not isinstance(heads, int) or not layers or not hidden:
+        if not layers or not hidden:
             return 0  # unknown: max_batch_size alone limits the batch
-        width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-        return int(layers * 2 * heads * width * self.policy.precision.compute.itemsize)
+        # Layers of Gemma 4 differ in width, and its config as a whole refuses to tell one.
+        differ = getattr(config, "is_heterogeneous", False)
+        numbers = sum(map(_cached_numbers, config.per_layer_config)) if differ else layers * _cached_numbers(config)
+        return int(numbers * self.policy.precision.compute.itemsize)
 
     def end(self) -> None:
         """See ``Backend``."""
@@ -68,7 +114,7 @@ class _CachedBackend(Backend):
         self._mask = torch.empty(0)
 
     def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
-        with self.policy.compute():
+        with self.policy.compute(), limited_time_steps(self.policy.model):
             return self.policy.logits(
                 input_ids,
                 keep=1,
@@ -107,7 +153,7 @@ class StaticBackend(_CachedBackend):
 
     Args:
         policy: its model is used.
-        mixed_lengths: whether prompts of different length share a batch. Padding would enter a recurrent state.
+        mixed_lengths: whether prompts of different length share a batch, padded on the left.
     """
 
     refills = False
@@ -134,6 +180,14 @@ class StaticBackend(_CachedBackend):
 
     def remove_prompts(self, prompts: Sequence[int]) -> None:
         """See ``Backend``. Rows have copies of their prompt's keys and values."""
+
+
+def _cached_numbers(config: Any) -> int:
+    """Keys and values of a token in a layer, from the layer's settings."""
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
+    return 2 * heads * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 Kept = list[tuple[Tensor, Tensor]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 from cohort.errors import PolicyMismatchError
@@ -50,13 +51,15 @@ def check_sampler_gap(context: StepContext, batch: TokenBatch, *, shared_weights
 
 
 def sampler_gap(context: StepContext, batch: TokenBatch) -> float:
-    """Mean |logps - sampler_logps| in nats over the first completions; 0 without any.
+    """Mean |logps - sampler_logps| in nats over the first completions, in the update's mode unless dropout would change
+    every pass; 0 without any.
 
     Raises:
         NonFiniteError: the trainer's log-probs are NaN, which says nothing of the sampler.
     """
     checked = part_of(batch, range(min(CHECKED_COMPLETIONS, batch.num_sequences)))
-    logps_N = token_logps(context, context.policy, batch, checked).logps_N
+    with contextlib.nullcontext() if context.policy.dropout else context.policy.training():
+        logps_N = token_logps(context, context.policy, batch, checked).logps_N
     sampler_logps_N = batch.sampler_logps_N if batch.full_logps_N is None else batch.full_logps_N
     gap_N = (logps_N - sampler_logps_N[checked.tokens_N]).abs()
     gap = float(gap_N.mean()) if gap_N.numel() else 0.0

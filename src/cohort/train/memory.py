@@ -122,9 +122,11 @@ def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, lon
 def peak_bytes(policy: Policy, prompt_length: int, completion_length: int, *, forward_only: bool = False) -> int:
     """Peak bytes of live tensors in a forward and backward pass over one prompt and one completion, with the gradients
     of the parameters; ``forward_only``: up to the last hidden states."""
-    token = 0
+    token, context = 0, context_length(policy.model.config)
     live, passes = LiveBytes(), policy.passes  # choosing the passes must not be counted
-    prompt = (token,) * (prompt_length + 1)
+    # Shared passes read a prompt without its last token. Some models have no positions beyond the context.
+    fits = context is None or prompt_length + 1 + completion_length <= context
+    prompt = (token,) * max(1, prompt_length + fits)
     with live, policy.training(), policy.compute(), policy.gradients_in_place():
         prefixes = passes.read([prompt])
         rows = PackedRows.of([0], [(token,) * completion_length])

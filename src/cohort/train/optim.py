@@ -64,6 +64,32 @@ class Optimizer:
             return float(factor(update + 1 if update < warmup else update))
 
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(rule, from_one) for rule in self.rules]
+        self._factor = from_one
+
+    def use(self, rule: torch.optim.Optimizer, schedule: Any = None) -> None:
+        """Step with a ready optimizer in place of the one of the settings. Before the first step.
+
+        Args:
+            rule: an optimizer of parameters that are trained.
+            schedule: its learning-rate schedule, a ``LambdaLR`` as transformers makes them. None: that of the settings.
+
+        Raises:
+            ConfigError: the optimizer has other parameters, or the schedule is another's.
+        """
+        known = {id(parameter) for parameter in self.parameters}
+        if not all(id(parameter) in known for group in rule.param_groups for parameter in group["params"]):
+            raise ConfigError(
+                "the optimizer has parameters that are not trained here: make it from the parameters of the very model "
+                "that the trainer is given, loaded with adapters if it has any, and with parallel.layout 'replicate'"
+            )
+        if schedule is None:
+            schedule = torch.optim.lr_scheduler.LambdaLR(rule, self._factor)
+        if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR) or schedule.optimizer is not rule:
+            raise ConfigError(
+                f"expected a LambdaLR schedule of the optimizer, as transformers.get_scheduler makes, got "
+                f"{type(schedule).__name__}"
+            )
+        self.rules, self.schedules = [rule], [schedule]
 
     @property
     def learning_rate(self) -> float:

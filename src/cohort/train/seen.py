@@ -30,6 +30,8 @@ class Forward:
     current: TokenLogps
     terms: Coefficients
     ref_logps_N: Tensor | None
+    router_loss: Tensor | None = None
+    """Its part of the weighted load-balancing loss, if there is one."""
 
 
 def update_tokens(batch: TokenBatch, part: Part, weights: TermWeights, forwards: Sequence[Forward]) -> UpdateTokens:

@@ -115,7 +115,11 @@ def update(
         def seen() -> tuple[UpdateTokens, TokenStatistics]:
             tokens = update_tokens(batch, active, weights, forwards)
             logps_N[active.tokens_N] = tokens.logps_N
-            return tokens, token_statistics(context.objective, tokens) + idle
+            statistics = token_statistics(context.objective, tokens) + idle
+            if balance is not None:
+                parts = [forward.router_loss for forward in forwards if forward.router_loss is not None]
+                statistics.sums["router_loss"] = float(torch.stack(parts).sum()) / balance.coefficient
+            return tokens, statistics
 
         tokens, statistics = together(context.world, seen)
         grad_norm = step(context)
@@ -131,7 +135,8 @@ def step(context: StepContext) -> float:
 
     Raises:
         NonFiniteError: the gradient is not finite; the weights are unchanged.
-        StepError: memory ran out, so that some weights may be stepped and others not.
+        StepError: memory ran out, so that some weights may be stepped and others not, or other ranks wait for this
+            one's part of the sum: they see this one end.
     """
     layout, optimizer = context.layout, context.optimizer
     try:
@@ -139,12 +144,13 @@ def step(context: StepContext) -> float:
         grad_norm = optimizer.step(layout.clip_gradients)
         layout.stepped()
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error) or context.world.size > 1:  # the other ranks see this one end
+        if not out_of_memory(error):
             raise
         raise StepError(
-            "out of memory in the optimizer's step, which cannot be repeated: some weights may be stepped and others "
-            "not. Resume from the newest checkpoint with more free memory, or set optim.microbatch_tokens lower, or "
-            "start a new run from it (model.path) with optim.optimizer 'adamw_8bit' or [model.lora]"
+            "out of memory in the optimizer's step or in the sum of gradients, which cannot be repeated: some weights "
+            "may be stepped and others not. Resume from the newest checkpoint with more free memory, or set "
+            "optim.microbatch_tokens lower, or start a new run from it (model.path) with optim.optimizer 'adamw_8bit' "
+            "or [model.lora]"
         ) from error
     context.policy.version += grad_norm > 0
     return grad_norm
@@ -206,7 +212,7 @@ def backward_passes(
             if balance is not None:
                 losses["router"] = balance.loss(states.router_logits)
             torch.stack(list(losses.values())).sum().backward()
-            forwards.append(forward)
+            forwards.append(replace(forward, router_loss=losses["router"].detach()) if "router" in losses else forward)
     return forwards
 
 

@@ -87,7 +87,7 @@ def value_metrics(whole: TokenStatistics, updates: int, objective: Objective) ->
         "gradient/kl_energy": None if over_vocabulary else energies[1] / updates,
         "gradient/effective_tokens": sums["policy_sizes"] ** 2 / energies[0] if energies[0] else 0.0,
         "gradient/cosine": sums["cross_energy"] / both if both else None,
-    }
+    } | ({"router_loss": sums["router_loss"] / updates} if "router_loss" in sums else {})
 
 
 def cause_metrics(whole: TokenStatistics) -> dict[str, Any]:

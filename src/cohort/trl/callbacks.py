@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler as Handler
 from transformers.trainer_callback import DefaultFlowCallback as DefaultFlow
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
@@ -58,15 +58,9 @@ class Printer(PrinterCallback):  # type: ignore[misc]
 def handler_of(
     args: Any, callbacks: Sequence[Any] | None, model: Any, tokenizer: Any, optimizer: Any, window: Window
 ) -> Handler:
-    """A handler of transformers with its default callbacks, those of the trackers in ``report_to``, and the given ones.
-
-    Raises:
-        ConfigError: one is no callback of transformers.
-    """
+    """A handler with the default callbacks, those of the trackers in ``report_to``, and the given ones."""
     from transformers.integrations import get_reporting_integration_callbacks
 
-    for callback in callbacks or ():
-        check_callback(callback)
     own = [DefaultFlow, *get_reporting_integration_callbacks(args.report_to), *(callbacks or ())]
     handler = Handler(own, model, tokenizer, optimizer.rules[0], optimizer.schedules[0])
     handler.add_callback((Printer if args.disable_tqdm else Progress)(window))
@@ -77,13 +71,18 @@ def check_callback(callback: Any) -> None:
     """Check that a callback is one of transformers; log a warning for methods of it that are never called.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not, or it needs what is not supported here.
     """
     kind = callback if isinstance(callback, type) else type(callback)
     if not issubclass(kind, TrainerCallback):
         raise ConfigError(
             f"callbacks: expected objects or classes of transformers.TrainerCallback, got {kind.__name__}; callbacks "
             "of Cohort go to cohort.GRPOTrainer"
+        )
+    if issubclass(kind, EarlyStoppingCallback):
+        raise ConfigError(
+            "EarlyStoppingCallback needs metric_for_best_model, which is not supported here: write a callback whose "
+            "on_evaluate sets control.should_training_stop, or use cohort.GRPOTrainer with eval.early_stopping_patience"
         )
     unheard = [name for name in NEVER_CALLED if getattr(kind, name) is not getattr(TrainerCallback, name)]
     if unheard and not kind.__module__.startswith("transformers."):

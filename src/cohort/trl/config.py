@@ -161,7 +161,7 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, *TABLES]
 
     def __post_init__(self) -> None:
-        self._given = frozenset(name for name, default in defaults(type(self)) if getattr(self, name) != default)
+        self._given = frozenset(name for name, default in defaults(GRPOConfig) if getattr(self, name) != default)
         check_refused(self)
         _check_types(self)
         self._rename()
@@ -225,7 +225,7 @@ def _check_types(args: Any) -> None:
         ConfigError: one is something else.
     """
     for field in fields(args):
-        value, kind = getattr(args, field.name), str(field.type)
+        value = getattr(args, field.name)
         is_table = isinstance(value, str) and field.name in TABLES
         if is_table and value.lstrip().startswith("{"):
             with suppress(ValueError):
@@ -234,7 +234,7 @@ def _check_types(args: Any) -> None:
         if is_table and not isinstance(value, dict):
             raise ConfigError(f"{field.name} must be a dict or its JSON, got {value!r:.80}")
         number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
-        allowed = isinstance(value, Real) or (value is None and "None" in kind)
+        allowed = isinstance(value, Real) or (value is None and field.name in NULLABLE)
         if number and field.name in FIELDS and (not allowed or isinstance(value, bool)):
             raise ConfigError(f"{field.name} must be a number, got {value!r:.80}")
 
@@ -269,6 +269,8 @@ def _naming_unknown(init: Any) -> Any:
     return checked
 
 
+NULLABLE = frozenset(field.name for field in fields(GRPOConfig) if "None" in str(field.type))
+"""Fields that may be None. transformers' argument parser changes ``field.type``, so this is kept from before."""
 GRPOConfig.__init__ = _naming_unknown(GRPOConfig.__init__)  # type: ignore[method-assign]
 for _field in fields(GRPOConfig):
     if _field.name in GRPOConfig.__annotations__:

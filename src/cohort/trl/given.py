@@ -8,10 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, set_seed
+
 from cohort.calls import is_async, partial_layers
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError
+from cohort.policy import (
+    DeferredModel,
+    check_loading,
+    folder_of_revision,
+    load_model,
+    resolve_device,
+    resolve_precision,
+)
+from cohort.policy.load import peft_library
 from cohort.rewards.model import RewardModel
+from cohort.trl import rewards as trl_rewards
 from cohort.trl.config import GRPOConfig as Arguments
 
 HIDDEN = ("completion", "completion_ids")
@@ -24,14 +36,24 @@ def default_arguments(model: Any) -> Arguments:
     return Arguments(f"{Path(name).name}-GRPO")
 
 
+def checked_tokenizer(given: Any) -> Any:
+    """The tokenizer of ``processing_class``, which may be a processor that has one; None for None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    found = getattr(given, "tokenizer", given)
+    if found is not None and not isinstance(found, PreTrainedTokenizerBase):
+        raise ConfigError(f"processing_class: expected a tokenizer, got {type(given).__name__}: pass arguments by name")
+    return found
+
+
 def of_revision(model: Any, args: Any) -> Any:
     """The folder of the revision that ``args.model_init_kwargs`` names. A loaded model has its revision, as in TRL.
 
     Raises:
         ModelError: there is no such revision.
     """
-    from cohort.policy import folder_of_revision
-
     revision = (args.model_init_kwargs or {}).get("revision")
     if not isinstance(model, str) or revision in (None, "main"):
         return model
@@ -41,7 +63,8 @@ def of_revision(model: Any, args: Any) -> Any:
 def prepared_model(
     model: Any, args: Any, config: GRPOConfig, peft_config: Any = None, quantization_config: Any = None
 ) -> Any:
-    """The model to train: as given, or loaded and quantized or wrapped with adapters.
+    """The model to train: as given, or quantized or wrapped with adapters. What has a name is loaded after the data and
+    the rewards are checked.
 
     Args:
         model: a folder, a hub id or a model.
@@ -53,15 +76,22 @@ def prepared_model(
     Raises:
         ConfigError: the model and the configurations exclude each other, or are of other types.
     """
-    if quantization_config is not None:
-        model = _quantized(model, config, quantization_config)
-    if peft_config is None:
+    if quantization_config is not None and not isinstance(model, str):
+        raise ConfigError("quantization_config: the model is loaded already; pass its name, or quantize it yourself")
+    if peft_config is not None:
+        _check_adapters(model, peft_config)
+    if peft_config is None and quantization_config is None:
         return model
-    import peft
-    from transformers import set_seed
 
-    from cohort.policy import load_model, resolve_device, resolve_precision
+    def load() -> Any:
+        loaded = _loaded(model, config, quantization_config) if isinstance(model, str) else model
+        return loaded if peft_config is None else _with_adapters(loaded, args, peft_config)
 
+    return DeferredModel.of(model, load) if isinstance(model, str) else load()
+
+
+def _check_adapters(model: Any, peft_config: Any) -> None:
+    peft = peft_library()
     if not isinstance(peft_config, peft.PeftConfig):
         raise ConfigError(
             f"peft_config: expected a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}"
@@ -71,27 +101,22 @@ def prepared_model(
             "the model has adapters, and peft_config asks for more: merge them first (merge_and_unload), or leave "
             "peft_config unset to train them"
         )
-    if isinstance(model, str):
-        device = resolve_device(config.model.device)
-        trusted = config.model.trust_remote_code
-        model = load_model(model, resolve_precision(config.model.precision, device), device, trust_remote_code=trusted)
+
+
+def _with_adapters(model: Any, args: Any, peft_config: Any) -> Any:
     set_seed(args.seed)  # as TRL does: the adapters' initial weights are random
-    return peft.get_peft_model(model, peft_config)
+    return peft_library().get_peft_model(model, peft_config)
 
 
-def _quantized(model: Any, config: GRPOConfig, quantization_config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    from cohort.policy import check_loading, resolve_device, resolve_precision
-
-    if not isinstance(model, str):
-        raise ConfigError("quantization_config: the model is loaded already; pass its name, or quantize it yourself")
-    device = resolve_device(config.model.device)
-    trusted = config.model.trust_remote_code
-    check_loading(model, trust_remote_code=trusted)
+def _loaded(name: str, config: GRPOConfig, quantization_config: Any) -> Any:
+    device, trusted = resolve_device(config.model.device), config.model.trust_remote_code
+    precision = resolve_precision(config.model.precision, device)
+    if quantization_config is None:
+        return load_model(name, precision, device, trust_remote_code=trusted)
+    check_loading(name, trust_remote_code=trusted)
     return AutoModelForCausalLM.from_pretrained(
-        model,
-        dtype=resolve_precision(config.model.precision, device).compute,
+        name,
+        dtype=precision.compute,
         trust_remote_code=trusted,
         use_safetensors=True,
         quantization_config=quantization_config,
@@ -109,12 +134,18 @@ def reward_functions(given: Any, tokenizers: Any, state: Callable[[], Any]) -> l
         state: gives the state of the run.
 
     Raises:
-        ConfigError: there are not as many tokenizers as functions.
+        ConfigError: there are not as many tokenizers as functions, or one is of another type.
         RewardError: a reward model cannot be used.
     """
     if given is None:
         return None
     listed = list(given) if isinstance(given, list | tuple) else [given]
+    for one in listed:
+        if not callable(one) and not isinstance(one, str | Path):
+            raise ConfigError(
+                f"reward_funcs: expected functions, or names or models of reward models, got {type(one).__name__}: "
+                "pass arguments by name"
+            )
     classes = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
     if tokenizers is None:
         classes *= len(listed)
@@ -128,6 +159,11 @@ def reward_functions(given: Any, tokenizers: Any, state: Callable[[], Any]) -> l
 
 def _reward(function: Any, tokenizer: Any, state: Callable[[], Any]) -> Callable[..., Any]:
     is_model = isinstance(function, str | Path) or (hasattr(function, "config") and hasattr(function, "parameters"))
+    if isinstance(function, str) and function in vars(trl_rewards):
+        raise ConfigError(
+            f"reward_funcs: {function!r} would be a reward model, as in TRL; pass the function itself: from "
+            f"cohort.trl.rewards import {function}"
+        )
     if is_model:
         return RewardModel(function, tokenizer)
     try:

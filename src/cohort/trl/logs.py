@@ -3,7 +3,7 @@
 TRL logs every ``logging_steps`` updates. A number of a rollout (``reward``, ``completions/...``) belongs to the
 rollout's first update, and an entry has the mean over the rollouts that began in its window; without any, it lacks the
 key. A number of an update (``kl``, ``entropy``, ``clip_ratio/...``) is averaged over the updates of the window.
-``grad_norm`` and ``learning_rate`` are those of the last update. ``DIFFERENCES`` lists what is not as in TRL 1.16.0.
+``grad_norm`` and ``learning_rate`` are those of the last update. docs/trl.md lists what is not as in TRL 1.16.0.
 """
 
 from __future__ import annotations
@@ -14,29 +14,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cohort.config import GRPOConfig
-from cohort.objective import Objective
+from cohort.objective import Objective, next_entropy_coefficient
 from cohort.presets.parts import BatchStd
 from cohort.presets.trust_regions import Cap, PPOClip
 
 Numbers = Mapping[str, float | None]
 
-DIFFERENCES = {
-    "entropy": "over the completions that an update uses: those with advantage 0 are skipped unless a KL, an entropy "
-    "bonus or `top_entropy_quantile` needs them",
-    "kl, entropy, clip_ratio/...": "the mean over the tokens of an update, where TRL averages the means of its "
-    "microbatches; the same with one microbatch in an update",
-    "clip_ratio/low_min, clip_ratio/high_max": "over the completions of an update, where TRL averages the extremes of "
-    "its microbatches",
-    "frac_reward_zero_std": "a group with fewer than two scored completions counts",
-    "completions/...": "without completions that could not be drawn because the logits are NaN",
-    "step_time": "the seconds of a rollout and its updates, divided by the number of updates",
-    "entropy_coef": "the coefficient that the update applied, 0 while the entropy is above `entropy_target`",
-    "vespo/phi_seq_mean, sampling/importance_sampling_ratio/...": "missing; `ratio/...`, `sampler/...` and "
-    "`mismatch/...` take their place",
-    "eval_loss, eval_kl, eval_entropy, eval_reward_std, eval_completions/min_length, ...": "missing: an evaluation "
-    "makes no pass of the loss; `eval/.../low` and `eval/.../high` are confidence intervals",
-}
-"""What is not as in TRL 1.16.0, by key; for docs/trl.md."""
+OF_TRANSFORMERS = ("loss", "grad_norm", "learning_rate")
+"""Keys that an entry begins with. What is left of a window at the end of a run is logged without them."""
 NOT_LOGGED = ("step", "time")
 """Metrics of a rollout that do not stand beside TRL's keys: their means mean nothing."""
 
@@ -52,6 +37,9 @@ class Window:
     def __init__(self, config: GRPOConfig, num_tokens: int = 0) -> None:
         self._generations, self._objective = config.rollout.num_generations, config.resolved_objective
         self._served = config.rollout.engine == "vllm" and bool(self._objective.mismatch)
+        self._router, bonus = config.model.router_aux_loss_coef, self._objective.entropy
+        self._entropy_coef = bonus.coefficient if bonus else 0.0
+        self._entropy: float | None = None
         self.num_tokens = num_tokens
         """Tokens of all rollouts, each completion with its prompt."""
         self.total_loss, self.updates = 0.0, 0
@@ -76,10 +64,21 @@ class Window:
             self._step_time = (rollout["seconds/step"] or 0.0) / max(1, updates)
             self._of_rollouts.append(rollout_keys(rollout, self._objective, self._generations, served=self._served))
             self._own.append({key: value for key, value in rollout.items() if _stands_beside(key)})
-        found = update_keys(update, self._objective)
+        found = update_keys(update, self._objective, self._router)
+        if found and self._objective.entropy:
+            found["entropy_coef"] = self._next_entropy_coef(update)
         self.total_loss += found.get("loss") or 0.0
         self.updates += 1
         self._of_updates.append(found | {"step_time": self._step_time})
+
+    def _next_entropy_coef(self, update: Numbers) -> float:
+        """The coefficient after an update, which TRL logs; the update may have applied none (``entropy_coefficient``).
+        See ``cohort.train.adapt.Adaptive``."""
+        bonus = self._objective.entropy
+        self._entropy = update.get("entropy", self._entropy)
+        if bonus is not None and self._entropy is not None:
+            self._entropy_coef = next_entropy_coefficient(bonus, self._entropy_coef, self._entropy)
+        return self._entropy_coef
 
     def without_own(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """An entry of the log, of training or evaluation, with TRL's keys only."""
@@ -102,10 +101,11 @@ class Window:
         if self._own:
             means["num_tokens"] = self.num_tokens
         self._shown = set(means)
-        means = _means(self._own) | means
+        own = _means(self._own).items()
+        means |= {key: value for key, value in own if value is not None and key not in means}
         last = self._of_updates[-1] if self._of_updates else {}
         means |= {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}
-        first = [key for key in ("loss", "grad_norm", "learning_rate") if key in means]
+        first = [key for key in OF_TRANSFORMERS if key in means]
         self._own, self._of_rollouts, self._of_updates = [], [], []
         return {key: means[key] for key in [*first, *(key for key in means if key not in first)]}
 
@@ -128,7 +128,7 @@ def rollout_keys(
         "completions/min_length": metrics["length/min"],
         "completions/max_length": metrics["length/max"],
         "completions/clipped_ratio": 1 - (metrics["length/ended_share"] or 0.0),
-        **{f"completions/{part}_terminated_length": metrics[f"length/ended_{part}"] or 0.0 for part in _EXTREMES},
+        **{f"completions/{part}_terminated_length": metrics[f"length/ended_{part}"] or 0.0 for part in _LENGTHS},
     }
     for name in _reward_names(metrics):
         own = round(completions * (1 - (metrics[f"rewards/{name}/unscored_share"] or 0.0)))
@@ -146,17 +146,20 @@ def rollout_keys(
     return found | {key.removeprefix("custom/"): value for key, value in metrics.items() if key.startswith("custom/")}
 
 
-def update_keys(metrics: Numbers, objective: Objective) -> dict[str, float | None]:
+def update_keys(metrics: Numbers, objective: Objective, router_coef: float = 0.0) -> dict[str, float | None]:
     """TRL's keys of an update. ``loss`` is what TRL minimises: the negative value of the policy term, plus beta times
-    the KL, minus the entropy bonus; 0 if no completion has an advantage."""
+    the KL, minus the entropy bonus, plus ``router_coef`` times the load-balancing loss; 0 if no completion has an
+    advantage."""
     if not metrics:
         return {}
     policy = -(metrics.get("policy_value") or 0.0) + objective.beta * (metrics.get("kl_value_weighted") or 0.0)
-    found: dict[str, float | None] = {"loss": policy}
+    router_loss = metrics.get("router_loss")
+    found: dict[str, float | None] = {"loss": policy + router_coef * (router_loss or 0.0)}
     if objective.entropy:
-        coefficient = metrics["entropy_coefficient"] or 0.0
-        found["loss"] = policy - coefficient * (metrics.get("entropy") or 0.0)
-        found |= {"policy_loss": policy, "entropy_coef": coefficient}
+        bonus = (metrics["entropy_coefficient"] or 0.0) * (metrics.get("entropy") or 0.0)
+        found |= {"loss": (found["loss"] or 0.0) - bonus, "policy_loss": policy}
+    if router_loss is not None:
+        found["aux_loss"] = router_loss
     if objective.beta:
         found["kl"] = metrics.get("kl/k3_weighted")
     found["entropy"] = metrics.get("entropy")
@@ -170,26 +173,34 @@ def update_keys(metrics: Numbers, objective: Objective) -> dict[str, float | Non
     return found | {key: metrics[key] for key in ("grad_norm", "learning_rate")}
 
 
-def evaluation_keys(metrics: Numbers, name: str = "") -> dict[str, float | None]:
-    """TRL's keys of an evaluation.
+def evaluation_keys(metrics: Numbers, name: str = "", num_tokens: int = 0) -> dict[str, float | None]:
+    """TRL's keys of an evaluation: those that need no pass of the loss.
 
     Args:
         metrics: the metrics of the evaluation: ``eval/...``, or ``eval/NAME/...`` of a named set.
         name: the set's name; its keys are ``eval_NAME_...``. "": there is one set.
+        num_tokens: ``state.num_input_tokens_seen``: tokens of training so far.
     """
     before, after = (f"eval/{name}/", f"eval_{name}_") if name else ("eval/", "eval_")
-    found: dict[str, float | None] = {}
-    for key, value in metrics.items():
-        if not key.startswith(before):
-            continue
-        inner = key.removeprefix(before)
-        if inner in _EVALUATION:
-            found[after + _EVALUATION[inner]] = value
-        elif inner.startswith("rewards/") and inner.endswith("/mean"):
-            found[after + inner] = value
-        elif inner.startswith("custom/"):
-            found[after + inner.removeprefix("custom/")] = value
-    return found
+    found = {key.removeprefix(before): value for key, value in metrics.items() if key.startswith(before)}
+    ended = found["length/ended_share"]
+    keys: dict[str, float | None] = {
+        **{f"completions/{part}_length": found[f"length/{part}"] for part in _LENGTHS},
+        "completions/clipped_ratio": None if ended is None else 1 - ended,
+        **{f"completions/{part}_terminated_length": found[f"length/ended_{part}"] or 0.0 for part in _LENGTHS},
+    }
+    for key, value in found.items():
+        if key.startswith("rewards/") and key.endswith("/mean"):
+            keys |= {key: value, **_std(found, key.removesuffix("/mean"))}
+    keys |= {"reward": found["reward/mean"], "reward_std": _std(found, "reward")["reward/std"]}
+    keys |= {"frac_reward_zero_std": found["reward/dead_share"], "num_tokens": num_tokens}
+    keys |= {key.removeprefix("custom/"): value for key, value in found.items() if key.startswith("custom/")}
+    return {f"{after}{key}": value for key, value in keys.items()}
+
+
+def _std(metrics: Numbers, of: str) -> dict[str, float | None]:
+    """The standard deviation of an evaluation's rewards, divided by n - 1."""
+    return {f"{of}/std": unbiased(metrics[f"{of}/std"], int(metrics[f"{of}/scored"] or 0))}
 
 
 def unbiased(std: float | None, count: int) -> float | None:
@@ -212,13 +223,11 @@ def zero_std_share(metrics: Numbers, objective: Objective) -> float | None:
     return metrics["groups/dead_share"]
 
 
-_STATE = ("num_tokens", "total_loss", "updates", "_step_time", "_of_rollouts", "_own", "_of_updates")
-_EXTREMES = ("mean", "min", "max")
-_EVALUATION = {
-    "reward/mean": "reward",
-    "length/mean": "completions/mean_length",
-    "cut_share/mean": "completions/clipped_ratio",
-}
+_STATE = (
+    *("num_tokens", "total_loss", "updates", "_step_time", "_of_rollouts", "_own", "_of_updates"),
+    *("_entropy_coef", "_entropy"),
+)
+_LENGTHS = ("mean", "min", "max")
 
 
 def _reward_names(metrics: Numbers) -> list[str]:

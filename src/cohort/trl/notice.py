@@ -18,7 +18,7 @@ def differences(args: Any, config: GRPOConfig, batch: Batch, updates: int) -> st
         batch: its batches.
         updates: ``state.max_steps``.
     """
-    lines = [*_updates(batch, updates), *_numbers(config), *_rewards(), *_fields(args)]
+    lines = [*_updates(batch, updates), *_numbers(config), *_rewards(), *_uploads(args), *_fields(args)]
     return "\n".join(["how this run differs from TRL's (docs/trl.md):", *(f"  {line}" for line in lines)])
 
 
@@ -57,6 +57,12 @@ def _rewards() -> list[str]:
         "a reward function that raises leaves its completions unscored; one that fails on a whole rollout ends the run",
         "reward functions are tried on two rows before the model is loaded",
     ]
+
+
+def _uploads(args: Any) -> list[str]:
+    if not args.push_to_hub or args.save_strategy == "no":
+        return []
+    return ["the hub gets the model from save_model() and push_to_hub(), not with every checkpoint"]
 
 
 def _fields(args: Any) -> list[str]:

@@ -103,15 +103,15 @@ def _trust_region(args: Any, loss: str) -> Settings:
                 f"epsilon_high=5.0, the ScaleRL paper's, got {high:g}, which would multiply every gradient by it"
             )
         return {"rule": "cap", "low": 0.0, "high": high}
-    if not 0 <= low < 1 or high < 0:
-        raise ConfigError(f"epsilon must be in [0, 1) and epsilon_high at least 0, got {low:g} and {high:g}")
+    if low < 0 or high < 0:
+        raise ConfigError(f"epsilon and epsilon_high must be at least 0, got {low:g} and {high:g}")
     if args.delta is not None and args.delta <= 1 + high:
         raise ConfigError(
             f"delta ({args.delta:g}) must be above 1 + epsilon_high ({1 + high:g}): below it, it would cut A > 0 and "
             "do nothing where A < 0"
         )
     dual = "none" if args.delta is None else float(args.delta)
-    return {"rule": "ppo_clip", "low": 1 - low, "high": 1 + high, "dual": dual}
+    return {"rule": "ppo_clip", "low": max(0.0, 1 - low), "high": 1 + high, "dual": dual}
 
 
 def _mismatch_weight(args: Any, by_sampler: bool) -> list[Settings]:

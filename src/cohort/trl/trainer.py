@@ -22,9 +22,18 @@ from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
-from cohort.trl.given import count_prompts, default_arguments, of_revision, prepared_model, reward_functions, rows
+from cohort.trl.given import (
+    checked_tokenizer,
+    count_prompts,
+    default_arguments,
+    of_revision,
+    prepared_model,
+    reward_functions,
+    rows,
+)
 from cohort.trl.hub import create_repo, upload, write_card
-from cohort.trl.logs import Window, evaluation_keys
+from cohort.trl.inputs import checked_inputs
+from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
 from cohort.trl.processes import Processes
@@ -64,6 +73,7 @@ class GRPOTrainer:
         super().__init_subclass__(**settings)
         check_overrides(cls, GRPOTrainer)
 
+    @checked_inputs
     def __init__(
         self,
         model: Any,
@@ -85,6 +95,7 @@ class GRPOTrainer:
         self.args = args = default_arguments(model) if args is None else args
         check_args(args)
         _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
+        tokenizer = checked_tokenizer(processing_class)
         set_seed(args.seed)
         model = of_revision(model, args)
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
@@ -101,13 +112,15 @@ class GRPOTrainer:
                 config,
                 self.train_dataset,
                 None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-                getattr(processing_class, "tokenizer", processing_class) or _tokenizer_of(model, config),
+                tokenizer or _tokenizer_of(model, config),
                 tools,
                 environment_factory,
             )
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
         self.accelerator = Processes(self.core.world, self.core.policy.device)
+        if optimizers[0] is not None:
+            self.core.optimizer.use(*optimizers)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
         window, optimizer = Window(config), self.core.optimizer
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
@@ -144,7 +157,7 @@ class GRPOTrainer:
             Stopped: a signal came; a checkpoint is written.
         """
         resume, started = check_resumable(self.args.output_dir, resume_from_checkpoint), time.time()
-        if self.is_world_process_zero() and self.core.args.report.progress:
+        if self.is_world_process_zero():
             announce(self._notice)
         hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
         with errors_in_trl_terms(), self.core.obeying_signals(), hint:
@@ -192,8 +205,11 @@ class GRPOTrainer:
         samples = completions / self._events.updates_per_rollout
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=updates)
         metrics |= {"total_flos": 0.0, "train_loss": window.total_loss / max(1, window.updates)}
-        self.log(metrics)
+        left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
+        self.log(metrics | left)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            self.push_to_hub()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:  # noqa: ARG002 - TRL's signature
@@ -235,7 +251,7 @@ class GRPOTrainer:
         given = self.eval_dataset if given is None else given
         found: dict[str, Any] = {}
         for name in given if isinstance(given, Mapping) else [""]:
-            keys = evaluation_keys(metrics, name)
+            keys = evaluation_keys(metrics, name, self.state.num_input_tokens_seen)
             own = {key: value for key, value in metrics.items() if key.startswith(f"eval/{name}/" if name else "eval/")}
             logs = {f"{prefix}_{key.removeprefix('eval_')}": value for key, value in keys.items()} | own
             self.log(logs)
@@ -326,19 +342,15 @@ class GRPOTrainer:
 
 
 def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any, optimizers: Any) -> None:
-    """Check the arguments that need nothing else; a wrong type tells of another order of arguments than TRL's."""
+    """Check the arguments that need nothing else."""
     if rollout_func is not None:
         raise ConfigError(
             "rollout_func is not supported here: the sampler is Cohort's own; use environment_factory for episodes"
         )
-    if not isinstance(callbacks, list | tuple | None):
-        raise ConfigError(f"callbacks: expected a list of callbacks, got {type(callbacks).__name__}: pass it by name")
-    if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
-        raise ConfigError(f"optimizers: expected (optimizer, scheduler), got {optimizers!r:.80}: pass it by name")
-    if any(one is not None for one in optimizers):
-        raise ConfigError(
-            "optimizers: a ready optimizer is not supported here; set optim, learning_rate and the others"
-        )
+    for callback in callbacks or ():
+        check_callback(callback)
+    if optimizers[0] is None and optimizers[1] is not None:
+        raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ConfigError(f"eval_strategy is {str(args.eval_strategy.value)!r}, and there is no eval_dataset")
 

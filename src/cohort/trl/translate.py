@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import cohort.config
@@ -76,7 +77,7 @@ def translate(
         "model": _model(args, model_config),
         "data": _data(args),
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
-        "vllm": _vllm(args) if args.use_vllm else {},
+        "vllm": _vllm(args, world_size) if args.use_vllm else {},
         "environment": {"max_turns": _max_turns(args)},
         "reward": {} if args.reward_weights is None else {"weights": args.reward_weights},
         "objective": {
@@ -191,12 +192,17 @@ def _rollout(args: Any) -> Settings:
     return settings
 
 
-def _vllm(args: Any) -> Settings:
+def _vllm(args: Any, world_size: int) -> Settings:
     mode = one_of("vllm_mode", args.vllm_mode, ("server", "colocate"))
     settings: Settings = {"startup_timeout": float(args.vllm_server_timeout), "sleep": args.vllm_enable_sleep_mode}
     if mode == "server":
-        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-        return {**settings, "url": (url,)}
+        host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
+        return {**settings, "url": (args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}",)}
+    instead = "start a server and set vllm_mode='server', or set use_vllm=False: Cohort's own sampler needs no vLLM"
+    if world_size > 1:
+        raise ConfigError(f"vllm_mode 'colocate' is for one process here, and there are {world_size}: {instead}")
+    if find_spec("vllm") is None:
+        raise ConfigError(f"vllm_mode 'colocate' needs vLLM, which is not installed in this environment: {instead}")
     options = {
         "--gpu-memory-utilization": args.vllm_gpu_memory_utilization,
         "--tensor-parallel-size": args.vllm_tensor_parallel_size,
@@ -244,6 +250,8 @@ def _optim(args: Any, updates: int) -> Settings:
 
 def _run(args: Any, rollouts: int) -> Settings:
     limit = args.save_total_limit
+    if args.save_strategy == "best":
+        raise ConfigError("save_strategy 'best' is not supported here: set 'steps' or 'epoch', and choose afterwards")
     return {
         "output_dir": args.output_dir,
         "seed": args.seed,

@@ -1,0 +1,24 @@
+"""How many tokens a model can read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def context_length(config: Any) -> int | None:
+    """The maximum number of tokens of a model, prompt and completion together. None if its config has no limit. With
+    longrope it is ``longrope_length``."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(length := getattr(config, name, None), int) and length > 0:
+            return min(length, longrope_length(config) or length)
+    return longrope_length(config)
+
+
+def longrope_length(config: Any) -> int | None:
+    """The number of tokens from which on longrope has other factors (Phi-3, Phi-4); None for other models. A text that
+    grows beyond it is drawn with two sets of factors, and a pass over the whole text would use one."""
+    given = getattr(config, "rope_parameters", None)
+    found = given if isinstance(given, dict) else {}
+    ropes = [rope for rope in (found, *found.values()) if isinstance(rope, dict)]  # or one for each type of layer
+    lengths = [rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min((length for length in lengths if isinstance(length, int) and length > 0), default=None)

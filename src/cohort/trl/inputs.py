@@ -1,0 +1,108 @@
+"""Checks of what ``GRPOTrainer`` is given, before anything is loaded: names of arguments, and kinds of their values.
+
+A value of another kind usually means that arguments were given in an order that TRL does not have.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+import cohort.config
+from cohort.errors import ConfigError, did_you_mean
+
+
+def checked_inputs(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorator of a constructor: check the names and the kinds of its arguments.
+
+    Raises:
+        ConfigError: an argument is unknown, missing, or of another kind.
+    """
+    signature = inspect.signature(init)
+    names = list(signature.parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *values: Any, **named: Any) -> None:
+        for name in named:
+            if name not in names:
+                raise ConfigError(f"GRPOTrainer: unknown argument {name!r}{did_you_mean(name, names)}")
+        try:
+            given = signature.bind(self, *values, **named).arguments
+        except TypeError as error:  # one is missing, too many, or given twice
+            raise ConfigError(f"GRPOTrainer: {error}; it takes {', '.join(names)}") from None
+        for name, value in given.items():
+            words, fits = KINDS.get(name, ("", _anything))
+            if not fits(value):
+                raise ConfigError(
+                    f"{name}: expected {words}, got {type(value).__name__}; the order is {', '.join(names)}: pass "
+                    "arguments by name"
+                )
+        init(self, *values, **named)
+
+    return checked
+
+
+def _anything(_: Any) -> bool:
+    return True
+
+
+def _is_arguments(value: Any) -> bool:
+    return isinstance(value, TrainingArguments | cohort.config.GRPOConfig)
+
+
+def _is_tokenizer(value: Any) -> bool:
+    """Also of a processor, which has one."""
+    return hasattr(value, "decode") and (hasattr(value, "tokenizer") or hasattr(value, "eos_token"))
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) or hasattr(value, "state_dict")
+
+
+def _is_rewards(value: Any) -> bool:
+    one = isinstance(value, str) or (callable(value) and not isinstance(value, PreTrainedTokenizerBase))
+    return value is None or one or isinstance(value, list | tuple)
+
+
+def _is_rows(value: Any) -> bool:
+    other = isinstance(value, PreTrainedTokenizerBase) or _is_arguments(value) or callable(value)
+    return not other
+
+
+def _is_list(value: Any) -> bool:
+    return value is None or isinstance(value, list | tuple)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "model": ("a folder, a hub id, or a loaded model", _is_model),
+    "reward_funcs": ("functions, or names or models of reward models", _is_rewards),
+    "train_dataset": ("rows", _is_rows),
+    "eval_dataset": ("rows, or named sets of rows", _is_rows),
+    "processing_class": ("a tokenizer", lambda value: value is None or _is_tokenizer(value)),
+    "reward_processing_classes": (
+        "tokenizers of the reward models",
+        lambda value: _is_list(value) or _is_tokenizer(value),
+    ),
+    "callbacks": ("a list of callbacks", _is_list),
+    "optimizers": ("(optimizer, scheduler)", _is_pair),
+    "quantization_config": (
+        "transformers' configuration of a quantization, such as BitsAndBytesConfig",
+        lambda value: value is None or hasattr(value, "quant_method"),
+    ),
+    "tools": ("a list of functions", _is_list),
+    "environment_factory": (
+        "a class or function, or a dict of several",
+        lambda value: value is None or callable(value) or isinstance(value, Mapping),
+    ),
+}
+"""Argument to what it takes in words, and as a test. ``args`` and ``peft_config`` have errors
+of their own (``translate.check_args``, ``given.prepared_model``)."""
