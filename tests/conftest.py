@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import atexit
 import copy
+import gc
+import logging
 import os
 import shutil
 import sys
@@ -24,12 +26,32 @@ if "cohort-tests-" not in os.environ.get("COHORT_STATE", ""):  # workers and chi
     atexit.register(shutil.rmtree, os.environ["COHORT_STATE"], ignore_errors=True)
 
 import pytest
-
-os.fsync = os.fstat  # no test cuts the power, and a disk takes milliseconds for each of thousands of files
+from _pytest.doctest import DoctestModule
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "src" / "cohort" / "demo" / "model"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+def pytest_configure() -> None:
+    os.fsync = os.fstat  # no test cuts the power, and a disk takes milliseconds for each of thousands of files
+    gc.disable()  # until the collection ends: nothing goes away while modules are imported
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Any:
+    """Tests have no doctests: looking for them takes a third of the collection."""
+    return [one for one in (yield) if not isinstance(one, DoctestModule)]
+
+
+def pytest_collection_finish() -> None:
+    import hypothesis  # noqa: F401  # for pytest's summary at the latest, and it looks for referrers, which freeze hides
+
+    gc.freeze()  # collections in tests do not look at millions of objects that stay
+    gc.enable()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True  # pytest adds six handlers a test to each logger that does not
 
 
 @pytest.fixture(scope="session", autouse=True)

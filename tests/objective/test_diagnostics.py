@@ -248,9 +248,11 @@ def test_the_effective_sample_size_by_sign_and_by_sequence():
 
 
 def test_clipped_shares_of_tokens_and_of_sequences():
-    # Ratios 0.5 and 1 where A < 0, 2 and 1 where A > 0, 2 where A is 0. GSPO clips the geometric means 0.71 and 1.41.
-    logps = torch.full((5,), -9.0, dtype=torch.float64)
-    tokens = tokens_by_hand(logps, [-1, -1, 1, 1, 0], logps - doubles(0.5, 1, 2, 1, 2).log(), [0, 0, 1, 1, 2])
+    # Ratios 0.5 and 1 where A < 0, 2 and 1 where A > 0, 0.5 and 2 where A is 0. The geometric means of the first two
+    # sequences are 0.71 and 1.41.
+    logps = torch.full((6,), -9.0, dtype=torch.float64)
+    ratios, advantages = doubles(0.5, 1, 2, 1, 0.5, 2), [-1, -1, 1, 1, 0, 0]
+    tokens = tokens_by_hand(logps, advantages, logps - ratios.log(), [0, 0, 1, 1, 2, 2])
     for level in ("token", "sequence_mean"):
         got = token_statistics(PRESETS["default"].replace(ratio_level=level), tokens)
         assert (got.sums["clipped_low"], got.sums["clipped_high"], got.sums["all_sequences"]) == (1, 1, 3)

@@ -22,10 +22,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fu
 SINGLE = Precision(torch.float32, torch.float32)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
-    tiny_llama().save_pretrained(tmp_path / "llama")  # transformers would guess an architecture from this name
-    return tmp_path / "llama"
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "llama")  # transformers would guess an architecture from this name
 
 
 def load(folder, **settings):

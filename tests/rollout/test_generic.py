@@ -207,7 +207,7 @@ def test_sampler_and_trainer_agree_whatever_the_batch_size(family):
     assert way in engine.backend.description
     assert f"not lean: {family.split()[0]!r} is not among" in engine.backend.description
     runs = []
-    for size in (1000, 3, 1):
+    for size in (1000, 3):
         engine.max_batch_size = size
         runs.append(completions(engine, samples=2, length=9 if way != RECOMPUTE else 5))
     assert len({drawn_ids(c) for _, c in runs[0]}) > 5

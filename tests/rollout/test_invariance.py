@@ -18,7 +18,7 @@ from cohort.rollout.lean import LeanBackend
 from cohort.types import Prompt
 from tests.conftest import telling, tiny_llama
 from tests.rollout import test_generic, test_lean
-from tests.rollout.conftest import Way, cover, drawn_ids
+from tests.rollout.conftest import Way, cover, drawn_ids, each_way
 from tests.rollout.test_local_engine import LetterTokenizer
 
 FLOAT32 = Precision(torch.float32, torch.float32)
@@ -178,7 +178,11 @@ SIZES = cover(list(MODELS), list(CALLS))
 TELLING = ("hidden 64", "9 heads of 3", "query-key norms, 6 heads of 2", "windows")  # with each of the calls
 
 
-@pytest.mark.parametrize(("name", "call"), telling(SIZES, *(case for case in SIZES if case[0] in TELLING)))
+@pytest.mark.parametrize(
+    ("name", "call", "native"),
+    each_way(telling(SIZES, *(case for case in SIZES if case[0] in TELLING))),
+    indirect=["native"],
+)
 def test_in_float32_the_number_of_rows_changes_no_bit(name, call, native):
     prompts, samples, length = CALLS[call]
     whole = all_at_once(name, FLOAT32, call)

@@ -22,7 +22,7 @@ from cohort.rollout.capacity import Capacity
 from cohort.rollout.generic import RefillBackend, StaticBackend
 from cohort.rollout.lean import LeanBackend
 from tests.conftest import telling
-from tests.rollout.conftest import Way, cover, drawn_ids
+from tests.rollout.conftest import Way, cover, drawn_ids, each_way
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
 # peft asks transformers for something by its old name; pytest makes warnings errors.
@@ -237,7 +237,7 @@ def gaps(logits, expected):
     return (logits - expected).abs() / expected.std(-1, keepdim=True).clamp(min=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "native"), each_way(FAMILIES), indirect=["native"])
 def test_prefill_and_decode_are_the_models_forward(family, native):
     _, engine = in_float32(family)
     logits = decoded(engine.backend, PROMPTS, OWNERS, continuations())
@@ -255,7 +255,11 @@ def test_in_float64_to_its_rounding(family):
     assert gap.max() < 1e-11  # float64 throughout, transformers' norms and softmaxes too; four layers deep
 
 
-@pytest.mark.parametrize("family", telling(FAMILIES, "llama", "qwen3 ratio 3", "gemma2", "gemma3"))
+@pytest.mark.parametrize(
+    ("family", "native"),
+    each_way(telling(FAMILIES, "llama", "qwen3 ratio 3", "gemma2", "gemma3")),
+    indirect=["native"],
+)
 def test_bfloat16_is_as_near_the_truth_as_transformers(family, native):
     policy = policy_of(family, BFLOAT16)
     gap = gaps(decoded(bare(policy), PROMPTS, OWNERS, continuations()), truth(family))
@@ -268,7 +272,7 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(family, native):
     assert gap.max() < 1.5 * theirs.max()
 
 
-@pytest.mark.parametrize("family", TELLING)
+@pytest.mark.parametrize(("family", "native"), each_way(TELLING), indirect=["native"])
 def test_refilled_rows_are_rows_alone_and_agree_with_the_trainer(family, native):
     policy, _ = in_float32(family)
     runs = []
@@ -386,7 +390,11 @@ def test_lora_is_pefts_forward(kind):
     assert gaps(logits, forward(policy, PROMPTS, OWNERS, continuations())).max() < 1e-5  # float32
 
 
-@pytest.mark.parametrize("family", ["llama biased, tied, ungrouped, llama3", "gemma3", "smollm3 window"])
+@pytest.mark.parametrize(
+    ("family", "native"),
+    each_way(["llama biased, tied, ungrouped, llama3", "gemma3", "smollm3 window"]),
+    indirect=["native"],
+)
 def test_lora_of_a_family(family, native):
     pytest.importorskip("peft")
     policy = lora_policy(family, target_modules="all-linear")
@@ -426,7 +434,9 @@ ADAPTER_CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("change", "precision"), cover(list(ADAPTER_CHANGES), [FLOAT32, BFLOAT16]))
+@pytest.mark.parametrize(
+    ("change", "precision", "native"), each_way(cover(list(ADAPTER_CHANGES), [FLOAT32, BFLOAT16])), indirect=["native"]
+)
 def test_adapters_may_change_after_the_engine_was_made(change, precision, native):
     pytest.importorskip("peft")
     policy = lora_policy(precision=precision, adapters=("default", "other"))
@@ -613,7 +623,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("change", "precision", "family"), cover(list(CHANGES), [FLOAT32, BFLOAT16], ["llama", "llama", "gemma3"])
+    ("change", "precision", "family", "native"),
+    each_way(cover(list(CHANGES), [FLOAT32, BFLOAT16], ["llama", "llama", "gemma3"])),
+    indirect=["native"],
 )
 def test_changes_of_the_weights_are_seen_at_once(family, precision, change, native):
     if family == "gemma3" and change in {"the head replaced", "the embedding replaced", "a module replaced"}:
@@ -666,10 +678,10 @@ def new_tensors(before):
     return [tensor for tensor in found if tensor.layout is torch.strided]
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"),
-    cover(["llama biased, tied, ungrouped, llama3", "gemma2", "qwen3 ratio 3"], [FLOAT32, FLOAT64]),
-)
+NOT_COPIED = cover(["llama biased, tied, ungrouped, llama3", "gemma2", "qwen3 ratio 3"], [FLOAT32, FLOAT64])
+
+
+@pytest.mark.parametrize(("family", "precision"), telling(NOT_COPIED, *NOT_COPIED[:2]))
 def test_no_copy_of_the_weights_is_held_where_none_is_needed(family, precision):
     policy = policy_of(family, precision)
     before = {id(tensor) for tensor in live_tensors()}

@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 import cohort
-from cohort.errors import ConfigError, DataError, RunFolderError, Stopped
+from cohort.errors import ConfigError, DataError, RewardError, RunFolderError, Stopped
 from cohort.trl import GRPOConfig, GRPOTrainer
 from cohort.trl.overrides import PRIVATE
 from tests.conftest import tiny_llama
@@ -168,6 +168,30 @@ def test_a_stopped_run_is_found_by_transformers_too(straight, demo_tokenizer, tm
     assert "continue with" in capsys.readouterr().err
 
 
+def test_a_reward_function_that_fails_is_repaired(demo_tokenizer, tmp_path):
+    """The run ends with a checkpoint, which transformers finds; another function and learning rate are to be allowed."""
+
+    def broken(completions, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            raise KeyError("answer")
+        return digits_reward(completions)
+
+    folder = tmp_path / "run"
+    with pytest.raises(RewardError, match="fix it and resume"):
+        make(demo_tokenizer, folder, reward=broken, max_steps=4).train()
+    assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-2")
+    assert json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
+
+    def repaired(learning_rate):
+        return make(demo_tokenizer, folder, reward=with_state, max_steps=4, learning_rate=learning_rate)
+
+    how = r"To go on all the same: train\(resume_from_checkpoint=True, allow_changed=\['learning_rate'\]\)"
+    with pytest.raises(RunFolderError, match=how):
+        repaired(2e-2).train(resume_from_checkpoint=True)
+    allowed = ["learning_rate", "rewards", "code"]
+    assert repaired(2e-2).train(resume_from_checkpoint=True, allow_changed=allowed).global_step == 4
+
+
 def test_evaluation_on_demand_and_files_of_scripts(straight, tmp_path, capsys):
     trainer, _, output, folder = straight
     entries = len(trainer.state.log_history)
@@ -285,8 +309,10 @@ def test_what_is_refused(demo_tokenizer, tmp_path, given, message):
 def test_other_configurations_are_refused(demo_tokenizer):
     with pytest.raises(ConfigError, match="Cohort's own GRPOConfig"):
         GRPOTrainer(tiny_llama(), with_state, cohort.GRPOConfig(), ROWS, processing_class=demo_tokenizer)
+    with pytest.raises(ConfigError, match="the data has the column 'images', and models read text only"):
+        GRPOTrainer(tiny_llama(), with_state, GRPOConfig("unused", **SETTINGS), [{"prompt": "", "images": []}])
     with pytest.raises(
-        ConfigError, match="reward_funcs: expected functions, .* got GRPOConfig: pass arguments by name"
+        ConfigError, match="reward_funcs: expected functions, .* got GRPOConfig; .* pass arguments by name"
     ):
         GRPOTrainer(tiny_llama(), GRPOConfig("unused", **SETTINGS), train_dataset=ROWS)
 

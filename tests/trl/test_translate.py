@@ -143,6 +143,10 @@ def test_tool_calls_are_turns():
         ({"scale_rewards": "groups"}, "did you mean group"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must be above 0"),
+        (
+            {"top_entropy_quantile": 0.5, "importance_sampling_level": "sequence"},
+            "set top_entropy_quantile=1.0, or importance_sampling_level='token'",
+        ),
         ({"learning_rate": -1.0}, "learning_rate: input should be greater than or equal to 0"),
         ({"num_generations_eval": -1}, "num_generations_eval: input should be greater"),
         ({"reward_weights": 0.5}, "reward_weights: input should be a list"),

@@ -276,7 +276,8 @@ class PlainPasses:
         self.description = "prompts computed with every completion, padded"
         if head.linear is None:
             self.description += ", all logits at once"
-        self._longest = longrope_length(model.model.config.get_text_config())
+        config = getattr(model.model, "config", None)  # a module of the user's own may have none
+        self._longest = None if config is None else longrope_length(config.get_text_config())
         if self._longest is not None:
             self.description += f", texts of at most {self._longest:,} tokens because of its longrope"
 

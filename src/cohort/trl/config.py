@@ -161,7 +161,9 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, *TABLES]
 
     def __post_init__(self) -> None:
-        self._given = frozenset(name for name, default in defaults(GRPOConfig) if getattr(self, name) != default)
+        self._given = frozenset(
+            name for name, default in defaults(GRPOConfig) if not _is_default(getattr(self, name), default)
+        )
         check_refused(self)
         _check_types(self)
         self._rename()
@@ -199,6 +201,11 @@ def defaults(schema: type[Any]) -> Iterator[tuple[str, Any]]:
     """The names of a dataclass's fields with their defaults."""
     for field in fields(schema):
         yield field.name, field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a value is the default, also as transformers' argument parser reads it: None for "", False for "no"."""
+    return bool(value == default or (default in ("", "no") and value in (None, [], False)))
 
 
 def check_refused(args: Any) -> None:

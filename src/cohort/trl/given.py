@@ -28,6 +28,8 @@ from cohort.trl.config import GRPOConfig as Arguments
 
 HIDDEN = ("completion", "completion_ids")
 """Columns that TRL keeps from reward functions, which get the policy's completions under these names."""
+IMAGES = {"image", "images"}
+"""Columns that TRL gives to models that read images."""
 
 
 def default_arguments(model: Any) -> Arguments:
@@ -124,13 +126,16 @@ def _loaded(name: str, config: GRPOConfig, quantization_config: Any) -> Any:
     )
 
 
-def reward_functions(given: Any, tokenizers: Any, state: Callable[[], Any]) -> list[Callable[..., Any]] | None:
+def reward_functions(
+    given: Any, tokenizers: Any, config: GRPOConfig, state: Callable[[], Any]
+) -> list[Callable[..., Any]] | None:
     """The reward functions. Names and models become reward models; a function with a parameter ``trainer_state`` gets
     transformers' state.
 
     Args:
         given: a function, a name or model of a reward model, or a list of them; None.
         tokenizers: of the reward models, in the order of the functions; None: those saved with the models.
+        config: the settings, whose device is that of reward models.
         state: gives the state of the run.
 
     Raises:
@@ -154,10 +159,11 @@ def reward_functions(given: Any, tokenizers: Any, state: Callable[[], Any]) -> l
             f"reward_processing_classes has {len(classes)} entries for {len(listed)} reward functions: give one for "
             "each, None for functions that are no models"
         )
-    return [_reward(one, tokenizer, state) for one, tokenizer in zip(listed, classes, strict=True)]
+    device = config.model.device
+    return [_reward(one, tokenizer, state, device) for one, tokenizer in zip(listed, classes, strict=True)]
 
 
-def _reward(function: Any, tokenizer: Any, state: Callable[[], Any]) -> Callable[..., Any]:
+def _reward(function: Any, tokenizer: Any, state: Callable[[], Any], device: str) -> Callable[..., Any]:
     is_model = isinstance(function, str | Path) or (hasattr(function, "config") and hasattr(function, "parameters"))
     if isinstance(function, str) and function in vars(trl_rewards):
         raise ConfigError(
@@ -165,7 +171,9 @@ def _reward(function: Any, tokenizer: Any, state: Callable[[], Any]) -> Callable
             f"cohort.trl.rewards import {function}"
         )
     if is_model:
-        return RewardModel(function, tokenizer)
+        if not isinstance(function, str | Path) and not hasattr(function, "hf_device_map"):
+            function.to(resolve_device(device))
+        return RewardModel(function, tokenizer, device=device)
     try:
         wants_state = "trainer_state" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a built-in function
@@ -191,9 +199,16 @@ def _with_state(function: Callable[..., Any], state: Callable[[], Any]) -> Calla
 
 
 def rows(given: Any) -> Any:
-    """Rows, or named sets of rows, without the columns that TRL hides."""
+    """Rows, or named sets of rows, without the columns that TRL hides.
+
+    Raises:
+        ConfigError: they have images.
+    """
     if isinstance(given, Mapping):
         return {name: rows(one) for name, one in given.items()}
+    first = given[0] if isinstance(given, Sequence) and given and isinstance(given[0], Mapping) else ()
+    if found := {*(getattr(given, "column_names", None) or first)} & IMAGES:
+        raise ConfigError(f"the data has the column {min(found)!r}, and models read text only here: remove it")
     if hasattr(given, "column_names") and hasattr(given, "remove_columns"):
         hidden = [name for name in HIDDEN if name in (given.column_names or ())]
         return given.remove_columns(hidden) if hidden else given

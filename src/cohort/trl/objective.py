@@ -70,6 +70,7 @@ def objective_settings(args: Any) -> Settings:
         "aggregation": AGGREGATIONS[loss],
         "sync_ref_model": bool(args.sync_ref_model),
     }
+    _check_level(level, loss, settings)
     if not args.use_bias_correction_kl:
         settings["kl"] = "k3_legacy"
     if args.sync_ref_model:
@@ -78,6 +79,25 @@ def objective_settings(args: Any) -> Settings:
             "ref_model_mixup_alpha": float(args.ref_model_mixup_alpha),
         }
     return settings
+
+
+def _check_level(level: str, loss: str, settings: Settings) -> None:
+    """Check that nothing treats the tokens of a completion differently where their ratio is that of the completion."""
+    if level == "token" or loss in ("cispo", "vespo"):  # whose ratio is a constant weight
+        return
+    for uneven, remedy in (
+        (settings["top_entropy"] < 1, "top_entropy_quantile=1.0"),
+        (
+            any(rule.get("level") == "token" for rule in settings["mismatch"]),
+            "vllm_importance_sampling_mode='sequence_mask'",
+        ),
+    ):
+        if uneven:
+            raise ConfigError(
+                "importance_sampling_level 'sequence' moves a completion as one, and "
+                f"{remedy.partition('=')[0]} treats its tokens differently: set {remedy}, or "
+                "importance_sampling_level='token'"
+            )
 
 
 def _trust_region(args: Any, loss: str) -> Settings:

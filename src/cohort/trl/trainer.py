@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 import cohort.trainer
-from cohort.errors import ConfigError, Stopped
+from cohort.errors import FIXABLE, ConfigError, Stopped
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link
+from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import (
     checked_tokenizer,
     count_prompts,
@@ -37,7 +38,7 @@ from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
 from cohort.trl.processes import Processes
-from cohort.trl.translate import check_args, errors_in_trl_terms, translate
+from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate
 
 AGAIN = "the same script and train(resume_from_checkpoint=True)"
 """How to continue a run."""
@@ -103,8 +104,8 @@ class GRPOTrainer:
         batch = Batch.of(args, args.world_size)
         model_config = read_config(model, trust_remote_code=args.trust_remote_code)
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
-        self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, lambda: self.state)
-        self.state, self.control = TrainerState(), TrainerControl()
+        self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, lambda: self.state)
+        self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
         with errors_in_trl_terms():
             self.core = cohort.trainer.GRPOTrainer(
                 prepared_model(model, args, config, peft_config, quantization_config),
@@ -115,6 +116,7 @@ class GRPOTrainer:
                 tokenizer or _tokenizer_of(model, config),
                 tools,
                 environment_factory,
+                [shown] if args.log_completions else (),
             )
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
@@ -123,14 +125,13 @@ class GRPOTrainer:
             self.core.optimizer.use(*optimizers)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
         window, optimizer = Window(config), self.core.optimizer
+        callbacks = [*(callbacks or ()), CompletionTables(shown)]
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
-        self.hub_model_id: str | None = None
-        if args.push_to_hub and self.is_world_process_zero():
-            self.hub_model_id = create_repo(args)
+        self.hub_model_id = create_repo(args) if args.push_to_hub and self.is_world_process_zero() else None
         steps = batch.max_steps(args, count)
         per_epoch = batch.updates_per_epoch(count) if count else steps
         self._events = Events(self, window, batch.updates_per_rollout, per_epoch)
-        self._set_state(steps, max(1, round(steps / per_epoch)))
+        self._set_state(steps, -(-steps // per_epoch))
         self._notice = differences(args, config, batch, steps)
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
 
@@ -145,12 +146,18 @@ class GRPOTrainer:
         )
         self.state.compute_steps(args, max_steps)
 
-    def train(self, resume_from_checkpoint: str | bool | os.PathLike[str] | None = None) -> TrainOutput:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | os.PathLike[str] | None = None,
+        *,
+        allow_changed: Collection[str] = (),
+    ) -> TrainOutput:
         """Train. Returns the number of updates, the mean loss, and the metrics of the run.
 
         Args:
             resume_from_checkpoint: continue the run in ``args.output_dir`` from its newest checkpoint. True, or the
                 path of that checkpoint.
+            allow_changed: what may differ from the resumed run though it changes results; the error names it.
 
         Raises:
             RunFolderError: ``output_dir`` holds another run, or there is no such checkpoint to continue from.
@@ -161,27 +168,29 @@ class GRPOTrainer:
             announce(self._notice)
         hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
         with errors_in_trl_terms(), self.core.obeying_signals(), hint:
-            steps = self.core.steps(resume=resume, companion=self._events)
+            allowed = [key_of_setting(key) for key in allow_changed]
+            steps = self.core.steps(resume=resume, allow_changed=allowed, companion=self._events)
             first = self.state.global_step
-            self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
             with contextlib.closing(steps), self._state_of_a_stop():
+                self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
                 for metrics in steps:
-                    self._end_rollout(metrics)
-                    wants_stop = self._events.stop or self.control.should_training_stop
-                    if wants_stop and metrics["step"] < self.core.schedule.steps:
+                    if self._end_rollout(metrics) and metrics["step"] < self.core.schedule.steps:
                         self._link(self.core.checkpoint())
                         break
         return self._end(started, first)
 
-    def _end_rollout(self, metrics: Mapping[str, Any]) -> None:
-        """After a rollout's updates and evaluation: tell of the evaluation, and save if it is asked for."""
+    def _end_rollout(self, metrics: Mapping[str, Any]) -> bool:
+        """After a rollout's updates and evaluation: tell of the evaluation, and save if it is asked for. What callbacks
+        ask for on one rank is done on all. Returns whether the run is to stop."""
+        events, world = self._events, self.core.world
         if any(key.startswith("eval/") for key in metrics):
             self.evaluated(metrics)
-        elif self._events.evaluate and self.eval_dataset is not None:
+        elif any(world.gather(events.evaluate)) and self.eval_dataset is not None:
             self.evaluate()
-        if self._events.save or self.control.should_save:
+        if any(world.gather(events.save or self.control.should_save)):
             self._link(self.core.checkpoint())
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        return any(world.gather(events.stop or self.control.should_training_stop))
 
     def _link(self, checkpoint: Path) -> None:
         if self.is_world_process_zero() and self.core.folder is not None:
@@ -189,10 +198,10 @@ class GRPOTrainer:
 
     @contextlib.contextmanager
     def _state_of_a_stop(self) -> Iterator[None]:
-        """Name the checkpoint of a run that is stopped as the others."""
+        """Name the checkpoint of a run that is stopped, or ends with an error that can be fixed, as the others."""
         try:
             yield
-        except Stopped:
+        except (Stopped, *FIXABLE):
             folder = self.core.folder
             if folder is not None and (steps := folder.checkpoint_steps()):
                 self._link(folder.checkpoint(steps[-1]))
@@ -208,7 +217,7 @@ class GRPOTrainer:
         left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
         self.log(metrics | left)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        if self.args.push_to_hub and self.args.hub_strategy != "end":
+        if self.args.push_to_hub:
             self.push_to_hub()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 

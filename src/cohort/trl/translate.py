@@ -18,12 +18,14 @@ from cohort.errors import CohortError, ConfigError, did_you_mean
 from cohort.trl.batch import Batch
 from cohort.trl.config import GRPOConfig as Arguments
 from cohort.trl.config import check_refused
-from cohort.trl.fields import setting_fields
+from cohort.trl.fields import FIELDS, setting_fields
 from cohort.trl.layout import layout_of
 from cohort.trl.objective import objective_settings, one_of
 
 Settings = dict[str, Any]
 SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)})(?:\.\w+)+")
+ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
+"""How to resume a changed run, in errors of Cohort."""
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
@@ -127,8 +129,19 @@ def in_trl_terms(text: str) -> str:
     >>> in_trl_terms("rollout.max_completion_length must be positive; see optim.microbatch_tokens")
     'max_completion_length must be positive; see optim.microbatch_tokens'
     """
+    text = ALLOWING.sub("train(resume_from_checkpoint=True, allow_changed", text)
     text = SETTING.sub(lambda found: " or ".join(setting_fields(found[0])) or found[0], text)
     return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
+
+
+def key_of_setting(name: str) -> str:
+    """The setting, or the fact, that an error about a changed run names in TRL's terms.
+
+    >>> key_of_setting("learning_rate"), key_of_setting("code")
+    ('optim.learning_rate', 'code')
+    """
+    field = FIELDS.get(name.partition(" or ")[0])
+    return field.to if field and "." in field.to else name
 
 
 def _model(args: Any, model_config: Any) -> Settings:
