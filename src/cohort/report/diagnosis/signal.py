@@ -151,8 +151,8 @@ def value_zero(case: Case) -> Verdict | None:
         return None
     return Verdict(
         Level.NOTE,
-        f"policy_value is {value:.1g}, as always on the first update after sampling; the gradient is not 0 (norm "
-        f"{norm:.2g}). Watch reward/mean instead (docs/grpo.md)",
+        f"policy_value is {value:.1g}, which is normal on the first update after sampling; the gradient is not 0 "
+        f"(norm {norm:.2g}). Watch reward/mean instead (docs/grpo.md)",
         "",
         {"policy_value": value, "grad_norm": norm},
     )
