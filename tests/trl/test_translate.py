@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from typing import Any
 from unittest.mock import patch
@@ -213,6 +214,13 @@ def test_the_launcher_of_deepspeed_starts_no_deepspeed(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     assert translated().parallel.layout == "full"
+
+
+def test_every_rank_loads_the_weights_under_the_launcher_of_fsdp(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert translated().parallel.layout == "full"
+    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ
 
 
 def said(num_prompts: int = 320, **fields: Any) -> str:
