@@ -148,7 +148,11 @@ def test_tool_calls_are_turns():
         ({"reward_weights": 0.5}, "reward_weights: input should be a list"),
         ({"generation_kwargs": {"min_new_tokens": 600}}, "must be at most max_completion_length (512)"),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "follows evaluations"),
-        ({"save_strategy": "best"}, "save_strategy 'best' is not supported"),
+        ({"save_strategy": "best"}, "save_strategy 'best' needs metric_for_best_model"),
+        (
+            {"eval_strategy": "steps", "load_best_model_at_end": True, "eval_steps": 500},
+            "an evaluation computes no loss",
+        ),
         ({"optim": "lion_8bit"}, "optim 'lion_8bit' is not supported here"),
         ({"generation_kwargs": {"top_pp": 0.5}}, "generation_kwargs has 'top_pp'"),
         ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs has 'num_beams'"),
