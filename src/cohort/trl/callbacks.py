@@ -67,11 +67,11 @@ def handler_of(
     return handler
 
 
-def check_callback(callback: Any) -> None:
+def check_callback(callback: Any, args: Any) -> None:
     """Check that a callback is one of transformers; log a warning for methods of it that are never called.
 
     Raises:
-        ConfigError: it is not, or it needs what is not supported here.
+        ConfigError: it is not, or it needs other arguments.
     """
     kind = callback if isinstance(callback, type) else type(callback)
     if not issubclass(kind, TrainerCallback):
@@ -79,11 +79,8 @@ def check_callback(callback: Any) -> None:
             f"callbacks: expected objects or classes of transformers.TrainerCallback, got {kind.__name__}; callbacks "
             "of Cohort go to cohort.GRPOTrainer"
         )
-    if issubclass(kind, EarlyStoppingCallback):
-        raise ConfigError(
-            "EarlyStoppingCallback needs metric_for_best_model, which is not supported here: write a callback whose "
-            "on_evaluate sets control.should_training_stop, or use cohort.GRPOTrainer with eval.early_stopping_patience"
-        )
+    if issubclass(kind, EarlyStoppingCallback) and (args.metric_for_best_model is None or args.eval_strategy == "no"):
+        raise ConfigError("EarlyStoppingCallback needs eval_strategy and metric_for_best_model, such as 'eval_reward'")
     unheard = [name for name in NEVER_CALLED if getattr(kind, name) is not getattr(TrainerCallback, name)]
     if unheard and not kind.__module__.startswith("transformers."):
         log.warning("callback %s: %s is never called here (docs/trl.md)", kind.__name__, " and ".join(unheard))

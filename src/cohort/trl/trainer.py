@@ -18,10 +18,11 @@ import cohort.trainer
 from cohort.errors import FIXABLE, ConfigError, Stopped
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
+from cohort.runs.checkpoints import load_weights
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
-from cohort.trl.checkpoints import check_resumable, link
+from cohort.trl.checkpoints import check_resumable, link, note_best, note_best_checkpoint
 from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import (
     checked_tokenizer,
@@ -183,10 +184,14 @@ class GRPOTrainer:
         """After a rollout's updates and evaluation: tell of the evaluation, and save if it is asked for. What callbacks
         ask for on one rank is done on all. Returns whether the run is to stop."""
         events, world = self._events, self.core.world
+        found: dict[str, Any] = {}
         if any(key.startswith("eval/") for key in metrics):
-            self.evaluated(metrics)
+            found = self.evaluated(metrics)
         elif any(world.gather(events.evaluate)) and self.eval_dataset is not None:
-            self.evaluate()
+            found = self.evaluate()
+        is_best = note_best(self.args, self.state, found)
+        if self.args.save_strategy == "best":
+            events.save = is_best
         if any(world.gather(events.save or self.control.should_save)):
             self._link(self.core.checkpoint())
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
@@ -194,6 +199,7 @@ class GRPOTrainer:
 
     def _link(self, checkpoint: Path) -> None:
         if self.is_world_process_zero() and self.core.folder is not None:
+            note_best_checkpoint(self.core.folder.path, self.state)
             link(self.core.folder.path, checkpoint, state_of(self))
 
     @contextlib.contextmanager
@@ -215,7 +221,11 @@ class GRPOTrainer:
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=updates)
         metrics |= {"total_flos": 0.0, "train_loss": window.total_loss / max(1, window.updates)}
         left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
+        metrics["epoch"] = self.state.epoch
         self.log(metrics | left)
+        if self.args.load_best_model_at_end and self.core.folder is not None and self.core.folder.best.exists():
+            load_weights(self.core.policy, self.core.folder.best)
+            self.core.policy.version += 1  # the sampler's copies are of other weights
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if self.args.push_to_hub:
             self.push_to_hub()
@@ -322,7 +332,7 @@ class GRPOTrainer:
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of transformers, an object or a class."""
-        check_callback(callback)
+        check_callback(callback, self.args)
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
@@ -357,7 +367,7 @@ def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any
             "rollout_func is not supported here: the sampler is Cohort's own; use environment_factory for episodes"
         )
     for callback in callbacks or ():
-        check_callback(callback)
+        check_callback(callback, args)
     if optimizers[0] is None and optimizers[1] is not None:
         raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:

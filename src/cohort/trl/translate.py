@@ -26,6 +26,8 @@ Settings = dict[str, Any]
 SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)})(?:\.\w+)+")
 ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
 """How to resume a changed run, in errors of Cohort."""
+BEST = re.compile(r"(?:eval_)?(?:(.+?)_)?(reward|rewards/.+/mean|completions/mean_length)")
+"""A metric of an evaluation, with the name of the set."""
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
@@ -88,7 +90,10 @@ def translate(
             "minibatches": batch.minibatches,
         },
         "optim": _optim(args, updates),
-        "eval": {"eval_steps": 0, "eval_on_start": args.eval_on_start, "num_generations_eval": _eval_group(args)},
+        "eval": {
+            **{"eval_steps": 0, "eval_on_start": args.eval_on_start, "num_generations_eval": _eval_group(args)},
+            **_best(args),
+        },
         "parallel": {"layout": layout_of(args), "rank_timeout": float(args.ddp_timeout)},
         "run": _run(args, batch.rollouts(updates)),
         "report": {"progress": not args.disable_tqdm},
@@ -261,10 +266,28 @@ def _optim(args: Any, updates: int) -> Settings:
     return settings | {name: float(getattr(args, name)) for name in numbers}
 
 
+def _best(args: Any) -> Settings:
+    """Which model is the best; without evaluations, none is."""
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no":
+        return {}
+    found = BEST.fullmatch(metric)
+    if found is None:
+        raise ConfigError(
+            f"metric_for_best_model {metric!r} is not supported here, where an evaluation computes no loss: set it to "
+            "'eval_reward', 'eval_rewards/NAME/mean' or 'eval_completions/mean_length' (of a named set, 'eval_SET_...')"
+        )
+    name = {"reward": "reward/mean", "completions/mean_length": "length/mean"}.get(found[2], found[2])
+    return {
+        "metric_for_best_model": f"eval/{found[1]}/{name}" if found[1] else f"eval/{name}",
+        "greater_is_better": bool(args.greater_is_better),
+    }
+
+
 def _run(args: Any, rollouts: int) -> Settings:
     limit = args.save_total_limit
-    if args.save_strategy == "best":
-        raise ConfigError("save_strategy 'best' is not supported here: set 'steps' or 'epoch', and choose afterwards")
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise ConfigError("save_strategy 'best' needs metric_for_best_model, such as 'eval_reward'")
     return {
         "output_dir": args.output_dir,
         "seed": args.seed,
