@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Else every worker, and every process that a test starts, compiles the tests and the package anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the package does; before torch is imported
 # The native kernels are compiled once, and again only when they change.
 os.environ["COHORT_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "kernels")
