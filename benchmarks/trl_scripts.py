@@ -5,7 +5,7 @@
 
 Each run is a process of its own in a folder with the models and data sets of ``trl_hub.py``; nothing is downloaded. The
 sides take turns, script by script. "script" are the seconds of the script after its libraries were imported, "train"
-those of its calls of ``train()``. Rewards are those of the first and the last entry of the log history.
+those of its calls of ``train()``. Rewards are means over the first and the last quarter of the log history.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import re
 import runpy
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -130,7 +131,8 @@ def summary(found: dict[str, Any]) -> str:
     if "error" in found:
         return "failed | | "
     rewards = [entry["reward"] for entry in found["history"] if "reward" in entry]
-    ends = f"{rewards[0]:.2f} to {rewards[-1]:.2f}" if rewards else ""
+    some = max(1, len(rewards) // 4)
+    ends = f"{statistics.mean(rewards[:some]):.2f} to {statistics.mean(rewards[-some:]):.2f}" if rewards else ""
     return f"{found['script']:.1f} | {found['train']:.1f} | {ends}"
 
 
@@ -140,6 +142,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--hub", type=Path, help="folder that trl_hub.py has filled; made where it does not exist")
     parser.add_argument("--show", action="store_true", help="show what the scripts print")
+    parser.add_argument("--json", type=Path, help="file for all figures, with the log histories")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -159,15 +162,18 @@ def main() -> int:
             trl_hub.build(hub)
         heads = [f"{side}: script, s | train, s | reward" for side in options.sides]
         print(f"| script | updates | {' | '.join(heads)} |", "|---" * (2 + 3 * len(heads)) + "|", sep="\n", flush=True)
-        failed = False
+        failed, reports = False, {}
         for name in options.scripts:
             sides = {side: measure(side, name, hub, show=options.show) for side in options.sides}
+            reports[name] = sides
             steps = " / ".join(dict.fromkeys(str(found.get("steps", "-")) for found in sides.values()))
             print(f"| {name} | {steps} | {' | '.join(map(summary, sides.values()))} |", flush=True)
             for side, found in sides.items():
                 if "error" in found:
                     failed = True
                     print(f"---- {name} under {side}:\n{found['error']}", file=sys.stderr, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(reports, indent=1), encoding="utf-8")
     return int(failed)
 
 

@@ -10,8 +10,9 @@ OUTPUT = "grpo-resume"
 
 
 def boxed_reward(completions, solution, **kwargs):
-    wanted = [s.strip("$") for s in solution]
-    return [1.0 if f"boxed{{{w}}}" in c[0]["content"] else 0.0 for c, w in zip(completions, wanted)]
+    contents = [completion[0]["content"] for completion in completions]
+    right = [f"boxed{{{s.strip('$')}}}" in content for s, content in zip(solution, contents)]
+    return [1.0 if r else 0.5 if "boxed" in content else 0.0 for r, content in zip(right, contents)]
 
 
 def make_trainer(max_steps):

@@ -45,7 +45,7 @@ trainer = GRPOTrainer(
         num_generations=8,
         max_completion_length=96,
         max_tool_calling_iterations=2,
-        max_steps=8,
+        max_steps=5,
         logging_steps=1,
         save_strategy="no",
     ),

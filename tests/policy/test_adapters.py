@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from cohort import GRPOConfig, GRPOTrainer
-from cohort.config import LoraConfig
+from cohort.config import LoraConfig, ModelConfig
 from cohort.errors import ModelError
-from cohort.policy import Policy, Precision, add_adapters, has_adapters, load_model, merged
+from cohort.policy import Policy, Precision, add_adapters, has_adapters, load_model, load_policy, merged
 from tests.conftest import telling, tiny_llama
+from tests.families.configs import small_model
 
 SINGLE = Precision(torch.float32, torch.float32)
 MIXED = Precision(torch.float32, torch.bfloat16)
@@ -208,3 +209,19 @@ def test_adapters_that_cannot_be(tmp_path, monkeypatch, base):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"cohort-rl\[lora\]"):
         adapted()
+
+
+def test_adapters_that_the_model_bypasses_are_refused():
+    """Gemma 3n clamps a layer's weight in training mode and multiplies by it, past the adapter."""
+    model = small_model("gemma3n_text")
+    assert load_policy(model, ModelConfig(precision="float32", lora=LoraConfig(rank=2)), model.config).passes.shared
+    model = small_model("gemma3n_text")
+    with pytest.raises(ModelError, match="uses the weights of correction_coefs past their adapters"):
+        load_policy(model, ModelConfig(precision="float32", dropout=True, lora=LoraConfig(rank=2)), model.config)
+
+
+def test_adapters_that_a_model_cannot_run_with_are_refused():
+    """Its routers are linear layers that return several tensors."""
+    model = small_model("phimoe")
+    with pytest.raises(ModelError, match="PhimoeForCausalLM cannot run with adapters on these layers"):
+        load_policy(model, ModelConfig(precision="float32", lora=LoraConfig(rank=2)), model.config)

@@ -7,7 +7,7 @@ from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy
 from cohort.policy.compute import enable_checkpointing
 from tests.families.configs import small_model
-from tests.policy.plain import COMPLETIONS, PROMPTS, SINGLE, TEMPERATURE, assert_near, gradients, weighted
+from tests.policy.plain import COMPLETIONS, PROMPTS, SINGLE, TEMPERATURE, assert_near, gradients, plain_logps, weighted
 from tests.policy.plain import model_of as small
 from tests.rollout.test_families import ATTENTION, COMMON
 
@@ -65,3 +65,29 @@ def test_dropout_needs_training_mode():
 def test_checkpointing_that_transformers_does_not_support_is_refused(family):
     with pytest.raises(ModelError, match="transformers does not support it for"):
         enable_checkpointing(small_model(family))
+
+
+@pytest.mark.parametrize("family", ["phimoe", "opt"])
+def test_dropout_is_refused_where_training_mode_changes_more(family):
+    policy = Policy(small(family, CHANGED_BY_TRAINING[family]), SINGLE, dropout=True)
+    with pytest.raises(ModelError, match="training mode changes more than dropout"):
+        policy.passes  # noqa: B018
+
+
+def test_dropout_from_the_config_is_dropout():
+    policy = Policy(small("falcon", CHANGED_BY_TRAINING["falcon"]), SINGLE, dropout=True)
+    assert not policy.passes.shared
+    assert policy.model.config.hidden_dropout == 0.5
+
+
+def test_padding_has_no_gradient_where_states_are_divided_by_their_norms():
+    """The embedding of the padding token is 0 in Gemma 3n, and its norms have no epsilon."""
+    policy = Policy(small_model("gemma3n_text"), SINGLE)
+    assert not policy.model.get_input_embeddings().weight[0].any()
+    assert policy.passes.shared
+    assert_near(gradients(policy, weighted(policy)), gradients(policy, weighted(policy, plain_logps)), 1e-3)
+
+
+def test_a_model_that_reads_later_tokens_cannot_be_trained():
+    with pytest.raises(ModelError, match="a text's logits depend on the texts beside it"):
+        Policy(small_model("xlnet"), SINGLE).passes  # noqa: B018

@@ -130,6 +130,17 @@ def test_a_term_without_coefficients_is_a_change(made_up):
     assert any("the other objective has a term over the whole vocabulary" in note for note in found["notes"])
 
 
+def test_what_an_objective_does_to_rewards_is_said(made_up):
+    request = Request("", objective=None, changes=["soft_overlong.cache_share=1.0", "soft_overlong.max_length=4"])
+    found = replay(made_up, request)
+    lengths = [len(ids) for ids in pyarrow.parquet.read_table(made_up / "rollouts" / "step-1.parquet")["token_ids"]]
+    longer = sum(length > 0 for length in lengths)
+    assert [note for note in found["notes"] if "soft_overlong" in note] == [
+        "the other objective has soft_overlong, which lowers the rewards of completions of more than 0 tokens: "
+        f"{longer} of {len(lengths)} here. Rewards in these tables are those without it"
+    ]
+
+
 def test_an_earlier_store_is_estimated(made_up):
     found = replay(made_up, Request("", objective="dr_grpo"))
     assert found["gradient"]["cosine"] == pytest.approx(1)

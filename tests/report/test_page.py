@@ -382,6 +382,12 @@ def test_findings_are_marked_on_the_curves_that_they_are_about(tmp_path: Path) -
     checks = {check.name: check.metrics for check in CHECKS}
     names = ("kl_fast", "clipped", "end_token", "evaluation_falls")
     found = [Finding(name, Level.NOTE, 4, "better", begin=2, metrics=checks[name]) for name in names]
+    assert (findings.opening_step(found), findings.is_ill(found)) == (None, False)
+    ended = Finding("collapse", Level.ALARM, 3, "over", begin=3, end=4)
+    alarms = [Finding("collapse", level, 5, "bad", begin=5) for level in (Level.WARNING, Level.ALARM)]
+    assert (findings.opening_step([ended]), findings.is_ill([ended])) == (None, False)
+    assert (findings.opening_step(alarms[:1]), findings.is_ill(alarms[:1])) == (None, True)
+    assert (findings.opening_step([alarms[1], ended]), findings.is_ill(alarms)) == (5, True)
     found[0] = replace(found[0], worst=Finding("kl_fast", Level.ALARM, 3, "it was bad"))
     marked = findings.marks(history, found)
     assert [one["keys"] for one in marked] == [

@@ -73,6 +73,8 @@ VALUES: dict[str, Any] = {
     "ref_model_mixup_alpha": 0.5,
     "top_p": 0.5,
     "min_p": 0.1,
+    "metric_for_best_model": "eval_reward",
+    "greater_is_better": False,
     "transformers_continuous_batching_config": {"max_batch_tokens": 64},
     "activation_checkpointing_kwargs": {"use_reentrant": False},
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -95,6 +97,8 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "bf16": {"use_cpu": True},
     "bf16_full_eval": {"use_cpu": True},
     "eval_steps": {"eval_strategy": "steps"},
+    "metric_for_best_model": {"eval_strategy": "steps", "eval_steps": 5},
+    "greater_is_better": {"eval_strategy": "steps", "eval_steps": 5, "metric_for_best_model": "eval_reward"},
 }
 """What else must be set for a field to mean something. Fields of vLLM have ``use_vllm``."""
 NOT_HERE = {

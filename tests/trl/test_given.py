@@ -20,5 +20,5 @@ from cohort.trl.given import of_revision
     ],
 )
 def test_a_revision_is_the_folder_of_its_snapshot(model: Any, loading: Any, expected: Any, monkeypatch):
-    monkeypatch.setattr("cohort.policy.folder_of_revision", lambda name, revision: f"{name}@{revision}")
+    monkeypatch.setattr("cohort.trl.given.folder_of_revision", lambda name, revision: f"{name}@{revision}")
     assert of_revision(model, GRPOConfig("out", model_init_kwargs=loading)) == expected

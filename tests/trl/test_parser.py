@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cohort.errors import ConfigError
-from cohort.trl import ModelConfig, ScriptArguments, TrlParser
+from cohort.trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
 
 
 @dataclass
@@ -97,3 +97,9 @@ def test_a_field_named_config():
 
     with pytest.raises(ConfigError, match="Own has a field 'config'"):
         TrlParser(Own)
+
+
+def test_defaults_are_not_given():
+    """The parser turns some defaults into others of the same meaning."""
+    (args,) = TrlParser(GRPOConfig).parse_args_and_config(["--output_dir", "run", "--use_cpu"])
+    assert args.given == {"output_dir", "use_cpu"}

@@ -17,6 +17,7 @@ class SettingNames(TypedDict, total=False):
     path: str | PathLike[str]
     revision: str
     precision: Literal["auto", "float32", "bfloat16", "float64"]
+    float32_head: bool
     device: str
     dropout: bool
     lora: Any

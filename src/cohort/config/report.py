@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, Strict
+from pydantic import BeforeValidator, Field, Strict
 
 from cohort.config.section import Count, PositiveFloat, PositiveInt, Section, Share, Strings
 
 Factor = Annotated[float, Field(gt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
+
+
+def _listed(value: object) -> object:
+    """One name stands for a list of one."""
+    return (value,) if isinstance(value, str) else value
 
 
 class ThresholdsConfig(Section):
@@ -62,7 +67,7 @@ class ReportConfig(Section):
     """Write the completions of every this many steps."""
     store_groups: Count = 0
     """Number of groups of a step to write, chosen whatever their rewards are. 0: all."""
-    trackers: Annotated[tuple[Tracker, ...], Strict(False)] = ()
+    trackers: Annotated[tuple[Tracker, ...], Strict(False), BeforeValidator(_listed)] = ()
     """Experiment trackers that the run is sent to, as in ["tensorboard", "wandb"]: tensorboard, wandb, mlflow, trackio,
     swanlab, comet (docs/trackers.md)."""
     tracker_project: str | None = None

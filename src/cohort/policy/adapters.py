@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,50 @@ def _new(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return peft.get_peft_model(model, settings)
+
+
+def check_targets(model: Any, run: Callable[[], torch.Tensor]) -> None:
+    """Check that a forward pass goes through the adapters of the layers whose weights it uses.
+
+    Args:
+        model: the model with adapters.
+        run: a forward pass in the update's mode, on any tokens; returns its logits.
+
+    Raises:
+        ModelError: it fails, or uses the weights of some layers directly, past their adapters.
+    """
+    wrapped = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    if not wrapped:
+        return
+    called: set[str] = set()
+    hooks = [module.register_forward_hook(lambda *_, name=name: called.add(name)) for name, module in wrapped.items()]
+    weights: dict[str, Any] = {}
+    try:
+        with torch.no_grad():
+            run()
+        for name in wrapped.keys() - called:
+            weight = getattr(wrapped[name].base_layer, "weight", None)
+            if weight is not None and weight.is_floating_point() and not weight.requires_grad:
+                weights[name] = weight.requires_grad_()
+        grads: Any = ()
+        if weights:  # experts that no token has reached have no gradient
+            grads = torch.autograd.grad(run().sum(), list(weights.values()), allow_unused=True)
+    except Exception as error:  # models bring their own code
+        raise ModelError(
+            f"model.lora: {type(model.get_base_model()).__name__} cannot run with adapters on these layers "
+            f"({str(error).splitlines()[0]}): name others in model.lora.target_modules"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for weight in weights.values():
+            weight.requires_grad_(requires_grad=False)
+    past = sorted({name.rpartition(".")[2] for name, grad in zip(weights, grads, strict=False) if grad is not None})
+    if past:
+        raise ModelError(
+            f"model.lora: {type(model.get_base_model()).__name__} uses the weights of {', '.join(past)} past their "
+            "adapters, which would train nothing: name other layers in model.lora.target_modules"
+        )
 
 
 def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:

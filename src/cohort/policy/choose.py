@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -10,8 +11,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from cohort.errors import ModelError
 from cohort.policy.anatomy import UnsupportedModel, need
-from cohort.policy.compute import ComputeModel, modes_restored
+from cohort.policy.compute import ComputeModel, modes_restored, without_dropout
+from cohort.policy.context import context_length
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.float32_head import is_float32
 from cohort.policy.head import Head
@@ -21,6 +24,9 @@ from cohort.policy.rows import PackedRows
 
 TRIAL_PROMPTS = (7, 1, 4)
 """Lengths of the prompts of a trial, in tokens."""
+TRIAL_TOKENS = 64
+"""Length of the text on which training mode is compared with evaluation mode: experts drawn at random are the likeliest
+for most tokens."""
 TRIAL_COMPLETIONS = ((0, 3), (0, 5), (1, 4), (2, 1))
 """The completions of a trial: the number of the prompt, and the length in tokens."""
 
@@ -45,8 +51,13 @@ def find_head(model: ComputeModel) -> Head | None:
 
 def choose_passes(model: ComputeModel) -> Passes:
     """The first implementation that computes what the model's own forward pass computes. Its description says which it
-    is, and why no better one is used."""
+    is, and why no better one is used.
+
+    Raises:
+        ModelError: no implementation does, or training mode changes more than dropout.
+    """
     if model.dropout:
+        check_training_mode(model)
         return PlainPasses(model, Head())
     has_head = find_head(model) is not None
     failures = [] if has_head else ["its head is not a plain linear layer after a decoder"]
@@ -54,8 +65,35 @@ def choose_passes(model: ComputeModel) -> Passes:
     passes = first_correct(candidates, lambda candidate: logit_gaps(candidate, model), model, failures)
     if passes is None:
         passes = PlainPasses(model, Head(compute=model.precision.compute))
+        gap = float(logit_gaps(passes, model).median())
+        if math.isfinite(gap) and gap > MAX_GAP[model.precision.compute]:
+            raise ModelError(
+                f"{type(model.model).__name__} cannot be trained: a text's logits depend on the texts beside it, as in "
+                f"models that read later tokens (off by {gap:.2g})"
+            )
         passes.description += in_parentheses(failures)
     return passes
+
+
+@torch.no_grad()
+def check_training_mode(model: ComputeModel) -> None:
+    """Check that without dropout a model computes the same in training mode.
+
+    Raises:
+        ModelError: it does not: its layers or experts are drawn at random, or routers get noise.
+    """
+    tokens = token_source(model)(min(TRIAL_TOKENS, context_length(model.model.config) or TRIAL_TOKENS))
+    with model.in_float32() if model.can_widen(copying=False) else contextlib.nullcontext():
+        expected = own_logits(model, tokens, len(tokens))
+        with torch.random.fork_rng(), without_dropout(model.model), model.training():
+            gaps_N = relative_gaps(own_logits(model, tokens, len(tokens)), expected)
+        try:
+            _check(gaps_N, model.precision.compute)
+        except UnsupportedModel as reason:
+            raise ModelError(
+                "model.dropout = true: training mode changes more than dropout (router noise, layers or experts drawn "
+                f"at random), and an update would be of another function than was sampled: {reason}. Set it to false"
+            ) from None
 
 
 def _candidates(model: ComputeModel) -> Iterator[Candidate[Passes]]:

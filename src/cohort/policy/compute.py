@@ -236,6 +236,27 @@ def modes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.training = mode
 
 
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set every dropout probability of a model to 0 inside the block, and those of its config, which some models read
+    in each forward pass."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    holders = [*map(vars, model.modules()), vars(config)]
+    before = [(values, name, value) for values in holders for name, value in values.items() if _is_dropout(name, value)]
+    before += [(vars(m), "p", m.p) for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
+    try:
+        for values, name, _ in before:
+            values[name] = 0.0
+        yield
+    finally:
+        for values, name, value in before:
+            values[name] = value
+
+
+def _is_dropout(name: str, value: object) -> bool:
+    return "dropout" in name and isinstance(value, float)
+
+
 def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability of a model to 0: of ``nn.Dropout`` modules, and the floats that attention modules
     read (``attention_dropout`` and the like).
@@ -244,5 +265,5 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if _is_dropout(name, value):
                 setattr(module, name, 0.0)

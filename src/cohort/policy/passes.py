@@ -173,8 +173,10 @@ class SharedPasses:
         return self._run(rows.inputs_T(prompts), packed)
 
     def _run(self, ids_T: Tensor, packed: PackedPass) -> Hidden:
-        ids_T = ids_T.to(self.model.device)
-        return self.body(in_like_shapes(ids_T), in_like_shapes(packed.layout.positions_T), packed)
+        padded_T = in_like_shapes(ids_T.to(self.model.device))
+        if needs_states(self.model.model):
+            padded_T[len(ids_T) :] = ids_T[0]
+        return self.body(padded_T, in_like_shapes(packed.layout.positions_T), packed)
 
 
 class PackedPass:
@@ -294,7 +296,9 @@ class PlainPasses:
         prompts = [torch.as_tensor(prefixes.prompt_ids[p]) for p in rows.prompt_B.tolist()]
         texts = map(torch.cat, zip(prompts, rows.ids_T.split(rows.lengths_B.tolist()), strict=True))
         # Padded on the right without an attention mask: under causal attention no real token sees what follows it.
-        input_ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True).to(self.model.device)
+        padding = int(prompts[0][0]) if needs_states(self.model.model) else 0
+        input_ids = nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=padding)
+        input_ids = input_ids.to(self.model.device)
         if self._longest is not None and input_ids.shape[1] > self._longest:
             raise ModelError(
                 f"a prompt and its completion have {input_ids.shape[1]:,} tokens, and beyond {self._longest:,} the "
@@ -316,6 +320,12 @@ class PlainPasses:
                 run = functools.partial(decoder, input_ids=input_ids, use_cache=False)
                 hidden = call_gathered(self.model.model, run).last_hidden_state[:, -keep:]
         return Hidden(hidden.flatten(0, 1)).select(index_T if rows.drawn_N is None else index_T[rows.drawn_N])
+
+
+def needs_states(model: Any) -> bool:
+    """Whether padding must have an embedding that is not 0: Gemma 3n divides by norms of states without an epsilon, so
+    the gradient would be NaN."""
+    return str(model.config.get_text_config().model_type).startswith("gemma3n")
 
 
 def base_of(model: Any) -> Any:

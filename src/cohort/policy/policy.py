@@ -17,6 +17,7 @@ from cohort.policy.adapters import (
     TRAINED,
     add_adapters,
     add_reference_adapter,
+    check_targets,
     has_adapters,
     is_untouched,
     keep_in_compute_dtype,
@@ -153,7 +154,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     """Load the policy from a folder, a hub id, a loaded or a deferred model, with the settings' precision and options.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: it cannot be loaded, or its adapters cannot train what they are on.
         NonFiniteError: a weight is NaN or infinite.
     """
     device = resolve_device(config.device)
@@ -184,6 +185,16 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         enable_checkpointing(model)
     policy = Policy(model, precision, dropout=config.dropout)
     policy.native_kernels = config.native_kernels
+    if has_adapters(model):
+
+        def trial() -> torch.Tensor:
+            with torch.random.fork_rng(), policy.training(), policy.compute():
+                logits: torch.Tensor = policy.model(
+                    input_ids=torch.arange(3, device=device)[None], use_cache=False
+                ).logits
+            return logits
+
+        check_targets(model, trial)
     if config.router_aux_loss_coef:
         experts_per_token(model_config)
         policy.router_aux_loss_coef = config.router_aux_loss_coef
@@ -192,3 +203,11 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
                 f"model.router_aux_loss_coef needs packed completions, and here: {policy.passes.description}"
             )
     return policy
+
+
+def _trial_logits(policy: Policy) -> torch.Tensor:
+    """Logits of a forward pass in the update's mode."""
+    ids = torch.arange(3, device=policy.device)[None]
+    with torch.random.fork_rng(), policy.training(), policy.compute():
+        logits: torch.Tensor = policy.model(input_ids=ids, use_cache=False).logits
+    return logits

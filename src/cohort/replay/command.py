@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cohort.config import GRPOConfig, hidden_settings, load_config, parse_settings
 from cohort.errors import CohortError, ConfigError, NonFiniteError, RunFolderError
-from cohort.objective import Objective, try_user_functions
+from cohort.objective import Objective, soft_overlong_punishment, try_user_functions
 from cohort.policy import load_tokenizer
 from cohort.presets import changes_between, preset, setting_names
 from cohort.replay import compare, repeat, weights
@@ -217,6 +217,7 @@ class _Replay:
                 f"the {' and the '.join(over)} objective has a term over the whole vocabulary (entropy bonus or full "
                 "KL), which has no coefficients: only the gradient in the parameters has it"
             )
+        notes += self._notes_of_rewards()
         decode = self._decoder(before)
         return {
             "version": VERSION,
@@ -261,6 +262,24 @@ class _Replay:
                 f"{updates} updates used the rollout: each token's coefficient is that of the first update that used it"
             )
         return notes
+
+    def _notes_of_rewards(self) -> Iterator[str]:
+        """What one of the objectives does to the rewards themselves, before a baseline."""
+        lengths_S, limit = self.stored.lengths_S, self.settings.max_completion_length
+        for whose, one, other in (("the run's", self.own, self.other), ("the other", self.other, self.own)):
+            if (rule := one.soft_overlong) and rule != other.soft_overlong:
+                length = rule.max_length or limit
+                lowered_S = soft_overlong_punishment(lengths_S, length, rule.cache_share * length) < 0
+                yield (
+                    f"{whose} objective has soft_overlong, which lowers the rewards of completions of more than "
+                    f"{length - rule.cache_share * length:,.0f} tokens: {int(lowered_S.sum()):,} of {len(lengths_S):,} "
+                    "here. Rewards in these tables are those without it"
+                )
+            if one.unlikeliness and one.unlikeliness != other.unlikeliness:
+                yield (
+                    f"{whose} objective has unlikeliness, which changes rewards by the rank of their completion's "
+                    "likelihood. Rewards in these tables are those without it"
+                )
 
     def _before(self, notes: list[str]) -> Before | None:
         """The models before the step; None, with a note, if there are none or they are not wanted."""

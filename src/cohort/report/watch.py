@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from cohort import terminal
 from cohort.lock import holder, is_written
-from cohort.report.console.groups import binary_rewards, newest_file
 from cohort.report.console.lines import step_line
 from cohort.report.console.live import Live, is_live_terminal, newest_checkpoint
 from cohort.report.console.state import RunState
@@ -151,8 +150,6 @@ def watch(folder: Path, *, once: bool = False) -> None:
 def picture(watched: Watched, width: int = PLAIN_WIDTH) -> str:
     """The display as text."""
     progress = watched.state.progress
-    if file := newest_file(watched.folder):
-        progress.binary = binary_rewards(file)
     kind, doing = watched.standing()
     end, saved, settings = watched.end, newest_checkpoint(watched.folder), watched.state.settings
     moment = Moment(time.time(), end or doing, saved, kind == "running" and not end, settings=settings)

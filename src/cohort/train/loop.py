@@ -44,7 +44,6 @@ from cohort.train.logps import policy_logps
 from cohort.train.memory import memory_metrics
 from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
 from cohort.train.parts import TrainerParts
-from cohort.train.progress import Updates
 from cohort.train.ranks import update_engine
 from cohort.train.rollout import Rollout
 from cohort.train.sample import begin, begin_unfinished, place_after, trainer_state
@@ -88,9 +87,9 @@ def run(
             parts.engine.sleep()
 
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.
-        batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
+        batch = updates.resumed(lay_out(rollout.used_groups, policy.device, context.repetition_penalty))
         with clock("logps"):
-            batch = updates.share(with_advantages_and_logps(context, batch, rollout, schedule, updates))
+            batch = updates.share(with_advantages_and_logps(context, batch, rollout, schedule))
         parts.rollout_scored(step + 1, rollout, batch)
         minibatches = split_minibatches(batch, config.objective.minibatches)
 
@@ -150,13 +149,13 @@ def next_rollout(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, st
 
 
 def with_advantages_and_logps(
-    context: StepContext, batch: TokenBatch, rollout: Rollout, schedule: Schedule, begun: Updates | None = None
+    context: StepContext, batch: TokenBatch, rollout: Rollout, schedule: Schedule
 ) -> TokenBatch:
     """The batch with advantages, and with old and reference log-probs if the updates need them.
 
     With a single update the old policy is the current one: the ratio is 1 by identity and no pass is spent on it.
     Sequences that teach nothing get no pass either, unless a KL inside the reward makes all advantages depend on it.
-    When the updates have ``begun``, the log-probs are those from before the first one.
+    Log-probs that the batch has already, from before the first update, are not computed again.
     """
     objective, limit = context.objective, context.sampling.max_completion_length
     logps_first = objective.needs_old_logps
@@ -164,11 +163,11 @@ def with_advantages_and_logps(
     if not logps_first:
         batch = assign_advantages(batch, rollout.used_scores, objective, limit)
         part = active_part(batch, part, objective, context.policy.router_aux_loss_coef)
-    if begun and begun.done:
-        old_logps_N, ref_logps_N = begun.old_logps_N, begun.ref_logps_N
-    else:
-        old_logps_N = logps_of(context, context.policy, batch, part) if schedule.needs_old_logps else None
-        ref_logps_N = logps_of(context, context.reference, batch, part) if schedule.needs_ref_logps else None
+    old_logps_N, ref_logps_N = batch.old_logps_N, batch.ref_logps_N
+    if schedule.needs_old_logps and old_logps_N is None:
+        old_logps_N = logps_of(context, context.policy, batch, part)
+    if schedule.needs_ref_logps and ref_logps_N is None:
+        ref_logps_N = logps_of(context, context.reference, batch, part)
     batch = replace(batch, old_logps_N=old_logps_N, ref_logps_N=ref_logps_N)
     return assign_advantages(batch, rollout.used_scores, objective, limit) if logps_first else batch
 

@@ -49,6 +49,10 @@ class Updates:
         """The minibatches whose updates are still to be made."""
         return minibatches[self.done :]
 
+    def resumed(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the log-probs that were shared before the run was stopped."""
+        return replace(batch, old_logps_N=self.old_logps_N, ref_logps_N=self.ref_logps_N)
+
     def share(self, batch: TokenBatch) -> TokenBatch:
         """Remember what the updates share."""
         self.old_logps_N, self.ref_logps_N = batch.old_logps_N, batch.ref_logps_N

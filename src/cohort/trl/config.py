@@ -161,7 +161,9 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, *TABLES]
 
     def __post_init__(self) -> None:
-        self._given = frozenset(name for name, default in defaults(GRPOConfig) if getattr(self, name) != default)
+        self._given = frozenset(
+            name for name, default in defaults(GRPOConfig) if not _is_default(getattr(self, name), default)
+        )
         check_refused(self)
         _check_types(self)
         self._rename()
@@ -176,6 +178,7 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
                 super().__post_init__()
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+        os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # it leaves weights empty on all ranks but the first
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
         batch = Batch.of(self, self.world_size)
         self.steps_per_generation, self.generation_batch_size = batch.steps_per_generation, batch.generation_batch_size
@@ -199,6 +202,11 @@ def defaults(schema: type[Any]) -> Iterator[tuple[str, Any]]:
     """The names of a dataclass's fields with their defaults."""
     for field in fields(schema):
         yield field.name, field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a value is the default, also as transformers' argument parser reads it: None for "", False for "no"."""
+    return bool(value == default or (default in ("", "no") and value in (None, [], False)))
 
 
 def check_refused(args: Any) -> None:

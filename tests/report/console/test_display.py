@@ -1,12 +1,15 @@
 """The line of a step, the reasons for a missing gradient, and output without a terminal."""
 
 import re
+import time
 
 import pytest
 
+from cohort.report.console import display as display_module
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import step_line
 from cohort.report.diagnosis import why_no_gradient
+from cohort.watchdog import waiting
 from tests.report.console.made import evaluation, line, make_run, write_lines
 
 METRICS = {"step": 1, "updates": 1, "updates_skipped": 0, "reward/mean": 0.5, "rewards/accuracy": 0.25, "entropy": 1.5}
@@ -30,12 +33,35 @@ def test_the_line_of_a_step():
     assert "  turns 2.2  calls 0.50 (12% failed)  1 episodes failed  entropy" in step_line(METRICS | episodes)
 
 
-def test_without_a_terminal_20_steps_are_printed(capsys):
+def test_without_a_terminal_quick_steps_share_lines(capsys):
     with StepDisplay(100) as display:
         for step in range(1, 101):
             display.show(METRICS | {"step": step})
     steps = re.findall(r"^step (\d+)/100", capsys.readouterr().out, flags=re.MULTILINE)
-    assert [int(step) for step in steps] == [1, *range(5, 101, 5)]
+    assert {1, *range(5, 101, 5)} <= set(map(int, steps))
+    assert len(steps) < 40  # a second or two of lines, one each, beside the twentieths
+
+
+def test_without_a_terminal_each_long_step_has_a_line_with_the_time_left(capsys, monkeypatch):
+    monkeypatch.setattr(display_module, "LINE_SECONDS", 0.0)
+    now = time.time()
+    with StepDisplay(1000) as display:
+        for step in (1, 2, 3):
+            display.show(METRICS | {"step": step, "time": now - 60 * (3 - step), "seconds/step": 60.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[0] for line in lines] == ["step 1/1000", "step 2/1000", "step 3/1000"]
+    assert lines[2].endswith("16:37 h left") or lines[2].endswith("16:36 h left")
+
+
+def test_a_long_step_without_a_terminal_is_not_silent(capsys, monkeypatch):
+    monkeypatch.setattr(display_module, "SILENT_SECONDS", 0.2)
+    with StepDisplay(9), waiting("sampling", lambda: "3 of 8 completions"):
+        deadline = time.monotonic() + 20
+        printed = ""
+        while "sampling" not in printed and time.monotonic() < deadline:
+            time.sleep(0.05)
+            printed += capsys.readouterr().out
+    assert printed.startswith("step 1: sampling, 3 of 8 completions\n")
 
 
 def test_the_warning_about_missing_gradients_is_printed_once(capsys):
@@ -59,7 +85,9 @@ def test_findings_appear_once_also_in_a_resumed_run(tmp_path, capsys):
     assert found == ["all_wrong"]
     with StepDisplay(100, folder=tmp_path) as display:
         display.show(line(11, **dead, **evaluation(0.25)))
-    assert capsys.readouterr().out == "evaluation after step 11: reward 0.250 (0.200 to 0.300)\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step 11/100")
+    assert lines[1:] == ["evaluation after step 11: reward 0.250 (0.200 to 0.300)"]
 
 
 @pytest.mark.parametrize(

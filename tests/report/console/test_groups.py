@@ -4,7 +4,7 @@ import pytest
 from rich.cells import cell_len
 
 from cohort.errors import RunFolderError
-from cohort.report.console.groups import StoredGroups, binary_rewards, group_lines, group_view, newest_file
+from cohort.report.console.groups import StoredGroups, group_lines, group_view, newest_file
 from tests.report.console.made import write_step
 
 
@@ -70,9 +70,3 @@ def test_damaged_files(tmp_path, write):
     for read in (lambda: groups.read(0), lambda: StoredGroups(file)):
         with pytest.raises(RunFolderError, match=r"cannot read .*step-1\.parquet"):
             read()
-    assert binary_rewards(file) == set()
-
-
-def test_rewards_of_0_and_1_are_accuracies(tmp_path):
-    write_step(tmp_path, 1, **{"rewards/none": [None] * 4})
-    assert binary_rewards(newest_file(tmp_path)) == {"right"}

@@ -28,11 +28,12 @@ MOMENT = Moment(NOW, "step 41: sampling, 12 of 64 completions have ended", 40, k
 
 
 def run_of(steps=40, **more):
-    progress = RunProgress(steps=100, binary={"right"})
+    progress = RunProgress(steps=100)
     progress.add(line(0) | evaluation(0.25))
     for step in range(1, steps + 1):
         functions = {"rewards/right": step / 100, "rewards/format": 1 - 1 / step} | more
-        progress.add(line(step) | functions | (evaluation(0.3) if step == 20 else {}))
+        spreads = {"rewards/right/std": (step / 100 * (1 - step / 100)) ** 0.5, "rewards/format/std": 0.125}
+        progress.add(line(step) | functions | spreads | (evaluation(0.3) if step == 20 else {}))
     progress.health = "healthy: 75% of groups teach, entropy 0.5, KL 0.001"
     return progress
 
@@ -77,11 +78,13 @@ def test_before_the_first_step():
 
 
 def test_the_only_reward_function_is_the_accuracy():
-    progress = RunProgress(steps=9, binary={"right"})
-    progress.add(line(1, rewards__right=0.01))
+    progress = RunProgress(steps=9)
+    progress.add(line(1, rewards__right=0.01, rewards__right__std=0.01**0.5 * 0.99**0.5))
     assert shown(progress, 40, moment=Moment(NOW)).splitlines()[1] == "accuracy      1%  ▄"
-    progress.binary = ()
-    assert shown(progress, 40, moment=Moment(NOW)).splitlines()[1] == "reward     0.010  ▄"
+    # A reward between 0 and 1 has come: from then on it is none, whatever later steps give.
+    progress.add(line(2, rewards__right=0.02, rewards__right__std=0.1, reward__mean=0.02))
+    progress.add(line(3, rewards__right=0.0, rewards__right__std=0.0, reward__mean=0.0))
+    assert shown(progress, 40, moment=Moment(NOW)).splitlines()[1].startswith("reward     0.000")
 
 
 def test_without_unicode():

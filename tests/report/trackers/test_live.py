@@ -148,6 +148,40 @@ def test_the_process_follows_the_run(tmp_path, monkeypatch):
     assert ("all_wrong", "alarm", True) in Mine.sent
 
 
+class FullDisk:
+    """As ``log.txt`` on a full disk."""
+
+    def write(self, _):
+        raise OSError(28, "No space left on device")
+
+    flush = write
+
+
+def test_a_full_disk_does_not_end_the_process(tmp_path, monkeypatch):
+    """Neither its state nor its log can be written; then everything is sent."""
+    run, failures = made_run(tmp_path / "run", steps=2), [OSError(28, "full")] * 2
+
+    class Mine(Stub):
+        sent, opened = [], []
+
+        def log(self, values, step):
+            if failures:
+                raise failures.pop()
+            super().log(values, step)
+
+    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", Mine)
+    monkeypatch.setattr(__main__, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(__main__.sys, "stderr", FullDisk())
+    monkeypatch.setattr(__main__, "LOOK_SECONDS", 0.01)
+    ended = threading.Event()
+    thread = threading.Thread(target=__main__.main, args=(run, "tensorboard", None, ended))
+    thread.start()
+    wait_until(lambda: State.read(run, "tensorboard").step == 2)
+    ended.set()
+    thread.join()
+    assert not failures
+
+
 class MlflowError(Exception):
     pass
 

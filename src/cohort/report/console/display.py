@@ -1,9 +1,10 @@
-"""The display of a training: live on a terminal, otherwise a line every twentieth of the run."""
+"""The display of a training: live on a terminal, otherwise lines."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from cohort.report.console.progress import RunProgress
 from cohort.report.console.state import RunState
 from cohort.report.console.tail import Tail, read_starts
 from cohort.report.diagnosis import why_no_gradient
+from cohort.report.words import duration
 from cohort.watchdog import waits_of
 
 if TYPE_CHECKING:
@@ -23,12 +25,17 @@ if TYPE_CHECKING:
     from cohort.runs import RunFolder
 
 PLAIN_LINES = 20
-"""Progress lines of a whole run without a terminal."""
+"""Progress lines of a whole run without a terminal, at least."""
+LINE_SECONDS = 1.0
+"""Steps that take less have no line each."""
+SILENT_SECONDS = 30.0
+"""Without a terminal, a line says what the run does after so many seconds without one."""
 STOP_KEYS = "Ctrl-C stops with a checkpoint"
 
 
 class StepDisplay:
-    """Progress of a training: a live display on a terminal, otherwise a line every twentieth of the run.
+    """Progress of a training: a live display on a terminal. Otherwise a line for each step, but at most one a second,
+    for each twentieth of the run, and for every half minute within a step.
 
     Args:
         steps: steps of the whole run.
@@ -56,9 +63,10 @@ class StepDisplay:
             self._catch_up()
         self._live: Live | None = None
         self._hook = sys.breakpointhook
+        self._doing = partial(_doing, threading.get_ident(), self._state.progress, stopping)
+        self._line_at, self._said_at, self._ended = 0.0, time.monotonic(), threading.Event()
         if enabled and is_live_terminal():
-            doing = partial(_doing, threading.get_ident(), self._state.progress, stopping)
-            self._live = Live(self._state, doing, lambda: STOP_KEYS, stopping, STOP_KEYS)
+            self._live = Live(self._state, self._doing, lambda: STOP_KEYS, stopping, STOP_KEYS)
 
     @classmethod
     def of(cls, schedule: Schedule, folder: RunFolder | None, stopping: Callable[[], bool], *, enabled: bool) -> Self:
@@ -72,9 +80,12 @@ class StepDisplay:
         if self._live:
             self._live.start()
             self._hook, sys.breakpointhook = sys.breakpointhook, self._on_breakpoint
+        elif self._enabled:
+            threading.Thread(target=self._break_silence, name="cohort-display", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
         if live := self._live:
             self._live = None
             sys.breakpointhook = self._hook
@@ -88,9 +99,12 @@ class StepDisplay:
         with self._live.lock if self._live else nullcontext():
             self._catch_up(before=step)
             said = self._state.add(metrics)
-        is_due = step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps
+        is_due = step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
+        is_due |= time.monotonic() - self._line_at >= LINE_SECONDS
         if is_due and not (self._live and self._live.draws):
-            self._print(f"step {step}/{self._steps}  {step_line(metrics, groups_can_die=self._groups_can_die)}")
+            self._line_at = time.monotonic()
+            line = step_line(metrics, groups_can_die=self._groups_can_die)
+            self._print(f"step {step}/{self._steps}  {line}{self._left()}")
         if metrics["updates"] == metrics["updates_skipped"] and not self._warned:
             self._warned = True
             self._print(f"step {step}: {why_no_gradient(metrics)}")
@@ -107,7 +121,19 @@ class StepDisplay:
         if before is not None:
             self._tail = None
 
+    def _left(self) -> str:
+        """The time left, in words; empty at the end, and without a step to go by."""
+        left = self._state.progress.time_left(time.time())
+        return f"  {duration(left)} left" if left else ""
+
+    def _break_silence(self) -> None:
+        """Say what the run does whenever nothing was printed for a while."""
+        while not self._ended.wait(max(0.1, self._said_at + SILENT_SECONDS - time.monotonic())):
+            if time.monotonic() - self._said_at >= SILENT_SECONDS:
+                self._print(self._doing())
+
     def _print(self, text: str) -> None:
+        self._said_at = time.monotonic()
         if self._live:
             self._live.say(text)
         else:

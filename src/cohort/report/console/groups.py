@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.text import Text
 
-from cohort.errors import RunFolderError
 from cohort.report.console.view import wrapped
 from cohort.report.files import inside
 from cohort.report.history import TABLE
@@ -98,19 +97,6 @@ class StoredGroups:
                 ShownCompletion(text, row["reward"], row["advantage"], finish, next(filter(None, errors), ""))
             )
         return ShownGroup(stored.step or 0, index + 1, len(self), columns["prompt"][0] or "", completions)
-
-
-def binary_rewards(file: Path) -> set[str]:
-    """The reward functions whose rewards in a stored step are all 0 or 1, and not all missing."""
-    from cohort.report.rollouts import StoredStep
-
-    try:
-        names = [name for name in StoredStep.read(file, ()).names if name.startswith("rewards/")]
-        stored = StoredStep.read(file, names)
-    except RunFolderError:
-        return set()
-    values = {name.removeprefix("rewards/"): set(stored.values(name)) - {None} for name in names}
-    return {name for name, found in values.items() if found and found <= {0.0, 1.0}}
 
 
 def group_view(group: ShownGroup, width: int, height: int, top: int = 0, keys: str = "") -> tuple[list[Text], int]:

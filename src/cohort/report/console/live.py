@@ -25,7 +25,7 @@ from rich.text import Text
 
 from cohort import terminal
 from cohort.errors import RunFolderError
-from cohort.report.console.groups import ShownGroup, StoredGroups, binary_rewards, group_view, newest_file
+from cohort.report.console.groups import ShownGroup, StoredGroups, group_view, newest_file
 from cohort.report.console.keys import Keys
 from cohort.report.console.screen import Printed, Screen
 from cohort.report.console.state import RunState
@@ -99,7 +99,6 @@ class Live:
         self._drawn_at = self._looked_at = 0.0
         self._said_at = time.monotonic()
         self._saved: int | None = None
-        self._judged = 0
         self._streams: dict[str, Printed] = {}
         self._ended = threading.Event()
         self._failed = False
@@ -274,7 +273,7 @@ class Live:
         return not isinstance(table, Mapping) or bool(table.get("log_completions", True))
 
     def _look(self) -> None:
-        """Look for a new checkpoint, and for what the rewards of a stored step are like."""
+        """Look for a new checkpoint."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_SECONDS:
             return
@@ -284,12 +283,6 @@ class Live:
             self._said_at = now
             self.say(f"checkpoint of step {saved} saved")
         self._saved = saved
-        step = self.state.progress.step
-        if self.state.folder and step >= 2 * self._judged and step and (file := newest_file(self.state.folder)):
-            found = binary_rewards(file)
-            with self.lock:
-                self.state.progress.binary = found & set(self.state.progress.binary) if self._judged else found
-            self._judged = step
 
 
 def newest_checkpoint(folder: Path | None) -> int | None:

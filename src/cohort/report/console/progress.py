@@ -10,12 +10,15 @@ from itertools import pairwise
 from typing import Any
 
 from cohort.report.console.lines import reward_functions
+from cohort.report.diagnosis.numbers import number
 from cohort.report.words import PHASES
 
 POINTS = 512
 """Points of a series. A longer one is stored at half the resolution."""
 STEPS_OF_TIME = 100
 """The latest steps, from which the times are measured."""
+ROUNDING = 1e-6
+"""Difference of two variances of float32 numbers that are equal."""
 BETWEEN = "evaluation and files"
 """What passes between the phases of two steps."""
 
@@ -79,8 +82,8 @@ class RunProgress:
     """The mean of each reward function, by its name."""
     reward: Series = field(default_factory=Series)
     """The mean of the weighted rewards."""
-    binary: Collection[str] = ()
-    """The reward functions that give 0 or 1: their mean is an accuracy."""
+    graded: set[str] = field(default_factory=set)
+    """The reward functions that have given anything but 0 and 1: the mean of the others is an accuracy."""
     evaluations: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """The metrics of the first and of the latest evaluation, with their steps."""
     evaluated: Series = field(default_factory=Series)
@@ -106,6 +109,10 @@ class RunProgress:
             self.reward.add(metrics.get("reward/mean"))
             for name, key in reward_functions(metrics).items():
                 self.rewards.setdefault(name, Series()).add(metrics[key])
+                mean, spread = number(metrics, key), number(metrics, f"{key}/std")
+                # The variance of 0s and 1s follows from their mean.
+                if mean is not None and (spread is None or abs(spread * spread - mean * (1 - mean)) > ROUNDING):
+                    self.graded.add(name)
         self.time = time
 
     def _add_seconds(self, metrics: dict[str, Any], time: float | None) -> None:

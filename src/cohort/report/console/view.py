@@ -59,10 +59,11 @@ def _rows(progress: RunProgress, moment: Moment, width: int) -> Iterator[tuple[i
     yield 0, [bar_line(progress, moment, columns)]
     functions = list(progress.rewards.items())
     only = functions[0][1] if len(functions) == 1 else None
-    if only is None or only.last != progress.reward.last or not progress.binary:
+    binary = progress.rewards.keys() - progress.graded
+    if only is None or only.last != progress.reward.last or not binary:
         yield 1, _course("reward", number(progress.reward.last), progress.reward, moment, columns)
-    for name, series in functions[:MAX_FUNCTIONS] if only is None or progress.binary else []:
-        shown = share(series.last) if name in progress.binary else number(series.last)
+    for name, series in functions[:MAX_FUNCTIONS] if only is None or binary else []:
+        shown = share(series.last) if name in binary else number(series.last)
         label = one_line(name) if only is None else "accuracy"
         yield 4 if only is None else 1, _course(label, shown, series, moment, columns)
     if len(functions) > MAX_FUNCTIONS:

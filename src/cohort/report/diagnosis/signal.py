@@ -151,10 +151,9 @@ def value_zero(case: Case) -> Verdict | None:
         return None
     return Verdict(
         Level.NOTE,
-        f"policy_value is {value:.1g} and the gradient is not 0 (norm {norm:.2g}). That is normal: on the first update "
-        "after sampling every ratio is 1 and the advantages of a group add up to 0, so the value is 0 whatever is "
-        "learned",
-        "watch reward/mean, groups/dead_share and grad_norm; docs/grpo.md explains it",
+        f"policy_value is {value:.1g}, which is normal on the first update after sampling; the gradient is not 0 "
+        f"(norm {norm:.2g}). Watch reward/mean instead (docs/grpo.md)",
+        "",
         {"policy_value": value, "grad_norm": norm},
     )
 

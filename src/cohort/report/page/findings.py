@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from cohort.report.diagnosis import Diagnosis, Finding, diagnose, health_line
+from cohort.report.diagnosis import Diagnosis, Finding, Level, diagnose, health_line
 from cohort.report.history import RunHistory
 from cohort.report.page.blocks import MAX_KEY
 
@@ -19,6 +19,16 @@ MAX_MARKED = 100
 def found_in(history: RunHistory) -> list[Finding]:
     """The findings of a run, at most ``MAX_FINDINGS``: those that stand first, the worst first, then by step."""
     return sorted(diagnose(history), key=lambda one: (not one.stands, -one.level.rank, one.begin))[:MAX_FINDINGS]
+
+
+def opening_step(findings: Sequence[Finding]) -> int | None:
+    """The step at which the worst alarm begins that stands at the end; None without one."""
+    return next((one.begin for one in findings if one.stands and one.level is Level.ALARM), None)
+
+
+def is_ill(findings: Sequence[Finding]) -> bool:
+    """Whether a warning or an alarm stands at the end."""
+    return any(one.stands and one.level is not Level.NOTE for one in findings)
 
 
 def verdict(history: RunHistory, findings: Sequence[Finding]) -> str:

@@ -74,7 +74,7 @@ def render_run(history: RunHistory) -> str:
     state, state_words = sections.run_state(history)
     content = {
         "title": history.path.resolve().name,
-        "state": state,
+        "state": "ended" if state == "complete" and diagnosis.is_ill(findings) else state,  # not in green
         "state_words": state_words,
         "verdict": diagnosis.verdict(history, findings),
         "figures": sections.figures(history),
@@ -100,7 +100,7 @@ def render_run(history: RunHistory) -> str:
         "findings": diagnosis.marks(history, findings),
         "quantities": [dict(zip(("key", "label", "scale", "about"), row, strict=True)) for row in QUANTITIES],
         "causes": CAUSES,
-        "microscope": microscope.data(),
+        "microscope": microscope.data() | {"opens": diagnosis.opening_step(findings)},
     }
     return render("report.html", content, data, microscope.blocks)
 

@@ -43,9 +43,10 @@ def main(run: Path, kind: str, project: str | None, ended: threading.Event) -> i
                     ended.wait(LOOK_SECONDS)
             return 0
         except Exception as error:
-            print(hide_secrets(traceback.format_exc()), file=sys.stderr, flush=True)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the disk of the run folder may be what fails
                 State.read(run, kind).write(run, kind, error=error_text(error))
+            with contextlib.suppress(OSError):
+                print(hide_secrets(traceback.format_exc()), file=sys.stderr, flush=True)
         if last:
             return 1
         ended.wait(RETRY_SECONDS)

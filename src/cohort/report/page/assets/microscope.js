@@ -24,7 +24,8 @@ function startMicroscope() {
   byId("cards").addEventListener("pointerleave", hidePointer);
   byId("cards").addEventListener("click", (event) => { const node = event.target.closest(".t"); if (node) setToken(node); });
   addEventListener("scroll", hidePointer, { passive: true });
-  chooseGroup(groups.findIndex(({ step }) => step === steps.at(-1).step));
+  const opens = steps.find(({ step }) => step === sampled().opens) ?? steps.at(-1);
+  chooseGroup(groups.findIndex(({ step }) => step === opens.step));
 }
 
 /** Step through steps, groups or completions. */
