@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Else every worker, and every process that a test starts, compiles the tests and the package anew.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # as the package does; before torch is imported
 # The native kernels are compiled once, and again only when they change.
 os.environ["COHORT_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "kernels")
@@ -39,6 +36,9 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 def pytest_configure() -> None:
     os.fsync = os.fstat  # no test cuts the power, and a disk takes milliseconds for each of thousands of files
     gc.disable()  # until the collection ends: nothing goes away while modules are imported
+    # Else every worker, and every process that a test starts, compiles the tests and the package anew.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.hookimpl(wrapper=True)
