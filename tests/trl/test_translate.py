@@ -123,11 +123,6 @@ def test_the_weight_of_the_auxiliary_loss_is_the_model_s_own_unless_set():
     assert translate(args, num_prompts=8, model_config=model).model.router_aux_loss_coef == 0
 
 
-def test_other_arguments_precede():
-    args = GRPOConfig("out")
-    assert translate(args, num_prompts=8, given={"model": {"lora": {"rank": 4}}}).model.lora.rank == 4
-
-
 def test_tool_calls_are_turns():
     assert translated(max_tool_calling_iterations=3).environment.max_turns == 4
     assert translated().environment.max_turns == 512
