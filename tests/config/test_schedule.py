@@ -20,6 +20,7 @@ SEVERAL = {"num_iterations": 2, "minibatches": 4, "beta": 0.1}
         (SEVERAL, 7473, "8 prompts x 8 = 64 completions per rollout, 8 updates each"),
         # the last step has one prompt, so one minibatch in each of two iterations
         (SEVERAL, 7473, "934.12 rollouts per epoch on 7,473 prompts; 1 epoch = 935 rollouts = 7,474 updates, the last"),
+        ({"preset": "gspo"}, 100, "ppo_clip has no effect without several updates (objective.minibatches)"),
     ],
 )
 def test_schedule_in_words(settings, num_prompts, words):

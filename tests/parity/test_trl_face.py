@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from cohort.policy import load_tokenizer
 
@@ -55,7 +66,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     differs: frozenset[str] | set[str] = frozenset()
     rewards: Any = even
-    prompts: int = 8
+    texts: Sequence[str] = field(default_factory=lambda: TEXTS[:8])
     chat: bool = False
     lora: bool = False
     evaluation: bool = False
@@ -131,12 +142,45 @@ EVERY_TIME = ("kl", "everything")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
+    return saved(tmp_path_factory.mktemp("parity") / "model", tiny_llama)
+
+
+def saved(path: Path, make: Any) -> str:
+    """The folder of a model with the tokenizer of the demo."""
     tokenizer = load_tokenizer(str(DEMO_MODEL))
-    path = str(tmp_path_factory.mktemp("parity") / "model")
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    tiny_llama(len(tokenizer), **ends).save_pretrained(path)
+    make(len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(path)
     tokenizer.save_pretrained(path)
-    return path
+    return str(path)
+
+
+SMALL = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4} | {
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+}
+
+
+def qwen2(vocab_size: int, **ends: int) -> Any:
+    """With biases, and an embedding that is also the head."""
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocab_size, tie_word_embeddings=True, **SMALL, **ends))
+
+
+def gemma2(vocab_size: int, **ends: int) -> Any:
+    """With a soft cap, and windows shorter than a prompt with its completion."""
+    return Gemma2ForCausalLM(Gemma2Config(vocab_size=vocab_size, head_dim=8, sliding_window=4, **SMALL, **ends))
+
+
+def mixtral(vocab_size: int, **ends: int) -> Any:
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=vocab_size, num_local_experts=4, sliding_window=None, **SMALL, **ends)
+    )
+
+
+def gpt2(vocab_size: int, **ends: int) -> Any:
+    """With a table of positions."""
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **sizes, **off, **ends))
 
 
 def run(side: Any, case: Case, model: str, folder: Path) -> Record:
@@ -145,12 +189,15 @@ def run(side: Any, case: Case, model: str, folder: Path) -> Record:
         from peft import LoraConfig
 
         arguments["peft_config"] = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"])
-    prompts = [[{"role": "user", "content": text}] if case.chat else text for text in TEXTS]
-    rows = [{"prompt": one, "goal": len(text)} for one, text in zip(prompts, TEXTS, strict=True)]
     if case.evaluation:
-        arguments["eval_dataset"] = Dataset.from_list(rows[8:])
-    data = Dataset.from_list(rows[: case.prompts])
+        arguments["eval_dataset"] = rows_of(TEXTS[8:], chat=case.chat)
+    data = rows_of(case.texts, chat=case.chat)
     return side(model, case.settings, folder, reward_funcs=case.rewards, train_dataset=data, **arguments)
+
+
+def rows_of(texts: Sequence[str], *, chat: bool) -> Dataset:
+    prompts = [[{"role": "user", "content": text}] if chat else text for text in texts]
+    return Dataset.from_list([{"prompt": one, "goal": len(text)} for one, text in zip(prompts, texts, strict=True)])
 
 
 def largest_gap(one: Record, other: Record) -> float:
@@ -179,6 +226,33 @@ def test_weights_and_logs(name, model, tmp_path):
     assert largest_gap(ours, theirs) < WEIGHTS
     found = differing(theirs, ours)
     assert set(found) == case.differs, found
+
+
+EQUAL_LENGTHS = [text for text in TEXTS if len(text) == 4]
+FAMILIES = {
+    "qwen2": (qwen2, Case({"weight_decay": 0.1, **CASES["kl"].settings})),
+    "gemma2": (gemma2, CASES["kl"]),
+    "mixtral": (mixtral, Case({"router_aux_loss_coef": 0.0, **CASES["kl"].settings})),
+    "gpt2": (gpt2, Case(CASES["kl"].settings, texts=EQUAL_LENGTHS)),
+}
+FAMILIES_DIFFER = {"mixtral": CASES["kl"], "gpt2": CASES["kl"]}
+"""What the load-balancing loss counts, and positions beside padding."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name, tmp_path):
+    make, case = FAMILIES[name]
+    torch.manual_seed(0)
+    model = saved(tmp_path / "model", make)
+    theirs, ours = run(trl_run, case, model, tmp_path / "trl"), run(face_run, case, model, tmp_path / "face")
+    assert largest_gap(ours, theirs) < WEIGHTS
+    found = differing(theirs, ours)
+    assert set(found) == case.differs, found
+    if name in FAMILIES_DIFFER:
+        case = FAMILIES_DIFFER[name]
+        theirs, ours = run(trl_run, case, model, tmp_path / "trl 2"), run(face_run, case, model, tmp_path / "face 2")
+        assert largest_gap(ours, theirs) > 10 * WEIGHTS
 
 
 def test_documentation():
@@ -249,7 +323,7 @@ def test_differs_in_the_warm_up(model, tmp_path):
 @pytest.mark.slow
 def test_differs_at_the_end_of_an_epoch(model, tmp_path):
     """Six prompts, four in each rollout: TRL leaves two out of each epoch. As many updates are made."""
-    case = Case({"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 16}, prompts=6)
+    case = Case({"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 16}, texts=TEXTS[:6])
     theirs, ours = run(trl_run, case, model, tmp_path / "trl"), run(face_run, case, model, tmp_path / "face")
     assert sorted(theirs.sampled.values()) == [3, 3, 3, 3]
     assert sorted(ours.sampled.values()) == [2, 2, 2, 2, 2, 2]

@@ -83,6 +83,17 @@ def test_where_equal_rewards_lie(rewards, high, low):
     assert (found["groups/dead_high_share"], found["groups/dead_low_share"]) == (high, low)
 
 
+def test_rewards_by_function_and_groups_that_are_hardly_scored():
+    rewards = torch.tensor([1.0, 2.0, 4.0, torch.nan, 3.0, 3.0], dtype=torch.float64)
+    other = torch.tensor([torch.nan] * 6, dtype=torch.float64)
+    scores = Scores(rewards, torch.stack([rewards, other], dim=1), ("one", "never"))
+    found = reward_metrics(scores, torch.arange(3).repeat_interleave(2))
+    assert found["rewards/one/std"] == found["reward/std"] == pytest.approx(1.04**0.5)  # of 1, 2, 4, 3, 3
+    assert found["rewards/never/std"] is None
+    assert found["groups/unscored_share"] == pytest.approx(1 / 3)
+    assert found["groups/dead_share"] == pytest.approx(2 / 3)
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"), [([2.0] * 5, 5), ([3.0, 0.0, 0.0], 1), ([1.0, 3.0], 16 / 10), ([0.0], 0)]
 )

@@ -19,6 +19,7 @@ def rollout(shift=0.0, **changes):
         "time": 1e9,
         "groups/sampled": 2,
         "groups/dead_share": 0.5,
+        "groups/unscored_share": 0.0,
         "reward/mean": rewards.mean().item(),
         "reward/std": rewards.std(correction=0).item(),
         "reward/unscored": 0,
@@ -126,6 +127,8 @@ def test_where_all_rewards_have_one_standard_deviation_the_share_is_0_or_1():
     of_batch = preset("default").replace(scale="batch_std")
     assert zero_std_share(rollout(), of_batch) == 0.0
     assert zero_std_share(rollout(**{"reward/std": 0.0}), of_batch) == 1.0
+    of_groups = {"groups/dead_share": 0.75, "groups/unscored_share": 0.5}
+    assert zero_std_share(rollout(**of_groups), preset("default")) == 0.25  # a single reward has no deviation in TRL
     gdpo = preset("gdpo")
     assert zero_std_share(rollout(), gdpo) == 0.0
     assert zero_std_share(rollout(**{"rewards/digits/dead_share": 1.0}), gdpo) == 1.0

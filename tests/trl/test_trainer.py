@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -168,6 +169,40 @@ def test_a_stopped_run_is_found_by_transformers_too(straight, demo_tokenizer, tm
     assert "continue with" in capsys.readouterr().err
 
 
+def test_a_complete_run_goes_on(demo_tokenizer, tmp_path):
+    """Its last checkpoint was written before the callbacks were told of the last evaluation: they are told once."""
+    folder = tmp_path / "run"
+    make(demo_tokenizer, folder, **EVALUATED, max_steps=4, lr_scheduler_type="constant").train()
+    longer = make(demo_tokenizer, folder, **EVALUATED, max_steps=6, lr_scheduler_type="constant")
+    assert longer.train(resume_from_checkpoint=True).global_step == 6
+    history = longer.state.log_history
+    assert [entry["step"] for entry in history if "eval_reward" in entry] == [4, 6]
+    assert [entry["step"] for entry in history if "loss" in entry] == [3, 6]
+
+
+def test_early_stopping_and_the_best_model(demo_tokenizer, tmp_path):
+    """The best model is loaded at the end, whatever checkpoints are kept; one worse evaluation ends the run."""
+    trainer = make(
+        demo_tokenizer,
+        tmp_path / "run",
+        EarlyStoppingCallback(early_stopping_patience=1),
+        **EVALUATED | {"eval_steps": 2, "save_steps": 2},
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        save_total_limit=1,
+        learning_rate=0.05,
+    )
+    trainer.train()
+    evaluated = {one["step"]: one["eval_reward"] for one in trainer.state.log_history if "eval_reward" in one}
+    assert sorted(evaluated) == [2, 4]
+    assert evaluated[2] > evaluated[4]
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (evaluated[2], 2)
+    best, last = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("best", "checkpoint-4"))
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, best[name])
+    assert any(not torch.equal(one, last[name]) for name, one in best.items())
+
+
 def test_a_reward_function_that_fails_is_repaired(demo_tokenizer, tmp_path):
     """The run ends with a checkpoint, which transformers finds; another function and learning rate are to be allowed."""
 
@@ -289,7 +324,7 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_pat
     ("given", "message"),
     [
         ({"processing_class": print}, "processing_class: expected a tokenizer, got builtin_function_or_method"),
-        ({"callbacks": [EarlyStoppingCallback]}, "EarlyStoppingCallback needs metric_for_best_model"),
+        ({"callbacks": [EarlyStoppingCallback]}, "EarlyStoppingCallback needs eval_strategy and metric_for_best_model"),
         ({"rollout_func": print}, "rollout_func is not supported"),
         ({"callbacks": [object()]}, "expected objects or classes of transformers.TrainerCallback, got object"),
         ({"callbacks": Recorder()}, "callbacks: expected a list"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from typing import Any
 from unittest.mock import patch
@@ -122,11 +123,6 @@ def test_the_weight_of_the_auxiliary_loss_is_the_model_s_own_unless_set():
     assert translate(args, num_prompts=8, model_config=model).model.router_aux_loss_coef == 0
 
 
-def test_other_arguments_precede():
-    args = GRPOConfig("out")
-    assert translate(args, num_prompts=8, given={"model": {"lora": {"rank": 4}}}).model.lora.rank == 4
-
-
 def test_tool_calls_are_turns():
     assert translated(max_tool_calling_iterations=3).environment.max_turns == 4
     assert translated().environment.max_turns == 512
@@ -152,7 +148,11 @@ def test_tool_calls_are_turns():
         ({"reward_weights": 0.5}, "reward_weights: input should be a list"),
         ({"generation_kwargs": {"min_new_tokens": 600}}, "must be at most max_completion_length (512)"),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "follows evaluations"),
-        ({"save_strategy": "best"}, "save_strategy 'best' is not supported"),
+        ({"save_strategy": "best"}, "save_strategy 'best' needs metric_for_best_model"),
+        (
+            {"eval_strategy": "steps", "load_best_model_at_end": True, "eval_steps": 500},
+            "an evaluation computes no loss",
+        ),
         ({"optim": "lion_8bit"}, "optim 'lion_8bit' is not supported here"),
         ({"generation_kwargs": {"top_pp": 0.5}}, "generation_kwargs has 'top_pp'"),
         ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs has 'num_beams'"),
@@ -209,6 +209,13 @@ def test_the_launcher_of_deepspeed_starts_no_deepspeed(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     assert translated().parallel.layout == "full"
+
+
+def test_every_rank_loads_the_weights_under_the_launcher_of_fsdp(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert translated().parallel.layout == "full"
+    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ
 
 
 def said(num_prompts: int = 320, **fields: Any) -> str:

@@ -273,6 +273,9 @@ class Schedule:
             old = f"one no-grad pass per rollout ({'the KL needs it' if self.objective.needs_old_logps else several})"
         elif self.objective.ratio_anchor == "old":
             old += ": every ratio is 1"
+            region = self.objective.trust_region
+            if region is not None and region.rule != "custom" and not self.config.rollout.lag:
+                old += f"; {region.rule} has no effect without several updates (objective.minibatches)"
         ref = "one no-grad pass per rollout" if self.needs_ref_logps else "over the vocabulary, in every update"
         if self.objective.beta == 0:
             ref = "not computed: beta is 0, no reference model"

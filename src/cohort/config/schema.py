@@ -71,8 +71,8 @@ class ModelConfig(Section):
     them. "auto" is bfloat16 where the hardware is faster with it (CUDA, CPUs with AMX, and CPUs with AVX512-BF16 from a
     hidden size of 256), and float32 elsewhere."""
     float32_head: bool = False
-    """Compute the head in float32 when `precision` is "bfloat16", as ScaleRL does (arXiv 2510.13786): less disagreement
-    of sampler and trainer, slower. vLLM servers compute theirs in their own dtype."""
+    """Compute the head in float32 when `precision` is "bfloat16", as ScaleRL does (arXiv 2510.13786): logits are not
+    rounded to bfloat16. Slower. vLLM servers compute theirs in their own dtype."""
     device: str = "auto"
     """"auto", "cpu", "cuda", "cuda:1". "auto" is CUDA if available, else the CPU."""
     dropout: bool = False

@@ -1,5 +1,5 @@
-"""The head in float32 under a model that computes in half precision: ScaleRL (arXiv 2510.13786) found that sampler and
-trainer then agree better, and training is more stable."""
+"""The head in float32 under a model that computes in half precision: logits are not rounded to half precision, in the
+update and in the sampler. Source: ScaleRL (arXiv 2510.13786)."""
 
 from __future__ import annotations
 

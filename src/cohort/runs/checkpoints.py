@@ -267,6 +267,18 @@ def _read_loop(folder: Path) -> dict[str, Any]:
     return read_object(folder / LOOP)
 
 
+def load_weights(policy: Policy, folder: Path) -> None:
+    """Take the weights of a checkpoint, or of ``best/``. Every rank reads its part of them.
+
+    Raises:
+        RunFolderError: they are of a model with other weights.
+    """
+    trained = trained_weights(policy)
+    with damage_named(folder):
+        saved = saved_weights(policy, folder, trained)
+    _fill(trained, saved, folder)
+
+
 def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedState:
     """Load the weights into the models, restore the random generators, and return the rest of the state.
 
@@ -282,8 +294,7 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
         RunFolderError: the run that wrote it had a model with other weights.
     """
     policy, loop = models.policy, _read_loop(folder)
-    trained = trained_weights(policy)
-    _fill(trained, saved_weights(policy, folder, trained), folder)
+    load_weights(policy, folder)
     if models.stored_reference is not None:
         if not (folder / REFERENCE).exists():
             raise RunFolderError(

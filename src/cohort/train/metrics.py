@@ -41,6 +41,7 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     rewards_S = scores.rewards_S
     scored_S = rewards_S[~rewards_S.isnan()]
     statistics = group_statistics(rewards_S, group_S, ddof=0)
+    scored_P = torch.bincount(group_S[~rewards_S.isnan()], minlength=len(statistics.mean_P))
     means_R = statistics.mean_P[~statistics.mean_P.isnan()]
     metrics: dict[str, Any] = {
         "reward/mean": _mean(scored_S),
@@ -48,6 +49,7 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
         "reward/within_group_std": _mean(statistics.std_P[~statistics.std_P.isnan()]),
         "reward/unscored": int(rewards_S.isnan().sum()),
         "groups/dead_share": float(statistics.degenerate_P.double().mean()),
+        "groups/unscored_share": float((scored_P < 2).double().mean()),
         **_ends_of_dead(scored_S, statistics.mean_P[statistics.degenerate_P], len(statistics.degenerate_P)),
     }
     for name, q in (("q10", 0.1), ("q50", 0.5), ("q90", 0.9)):

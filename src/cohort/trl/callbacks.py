@@ -67,11 +67,11 @@ def handler_of(
     return handler
 
 
-def check_callback(callback: Any) -> None:
+def check_callback(callback: Any, args: Any) -> None:
     """Check that a callback is one of transformers; log a warning for methods of it that are never called.
 
     Raises:
-        ConfigError: it is not, or it needs what is not supported here.
+        ConfigError: it is not, or it needs other arguments.
     """
     kind = callback if isinstance(callback, type) else type(callback)
     if not issubclass(kind, TrainerCallback):
@@ -79,11 +79,8 @@ def check_callback(callback: Any) -> None:
             f"callbacks: expected objects or classes of transformers.TrainerCallback, got {kind.__name__}; callbacks "
             "of Cohort go to cohort.GRPOTrainer"
         )
-    if issubclass(kind, EarlyStoppingCallback):
-        raise ConfigError(
-            "EarlyStoppingCallback needs metric_for_best_model, which is not supported here: write a callback whose "
-            "on_evaluate sets control.should_training_stop, or use cohort.GRPOTrainer with eval.early_stopping_patience"
-        )
+    if issubclass(kind, EarlyStoppingCallback) and (args.metric_for_best_model is None or args.eval_strategy == "no"):
+        raise ConfigError("EarlyStoppingCallback needs eval_strategy and metric_for_best_model, such as 'eval_reward'")
     unheard = [name for name in NEVER_CALLED if getattr(kind, name) is not getattr(TrainerCallback, name)]
     if unheard and not kind.__module__.startswith("transformers."):
         log.warning("callback %s: %s is never called here (docs/trl.md)", kind.__name__, " and ".join(unheard))
@@ -105,14 +102,15 @@ class Events(Companion):
         self.window, self.updates_per_rollout, self._per_epoch = window, updates_per_rollout, updates_per_epoch
         self.evaluate = self.save = self.stop = False
         """What the callbacks have asked for at the end of the rollout."""
-        self._rollouts = self._logged = 0
+        self.rollouts = self.ended = self._logged = 0
+        """Rollouts whose updates the callbacks were told of, and those whose evaluation they were told of too."""
 
     def updated(self, metrics: Mapping[str, Any]) -> None:
         """The updates of a rollout are made: tell the callbacks of each."""
         trainer = self._of()
         assert trainer is not None
-        if metrics["step"] > self._rollouts:  # else the run was stopped in the evaluation that follows, and resumed
-            self._rollouts = metrics["step"]
+        if metrics["step"] > self.rollouts:  # else the run was stopped in the evaluation that follows, and resumed
+            self.rollouts = metrics["step"]
             self.evaluate = self.save = self.stop = False
             if metrics["step"] == 1 and (before := trainer.core.summary.get("eval_before")):
                 trainer.evaluated(before)
@@ -157,7 +155,8 @@ class Events(Companion):
         return {
             "state": state_of(trainer),
             "window": self.window.state_dict(),
-            "rollouts": self._rollouts,
+            "rollouts": self.rollouts,
+            "ended": self.ended,
             "logged": self._logged,
             "wanted": [self.evaluate, self.save, self.stop],
         }
@@ -180,7 +179,7 @@ class Events(Companion):
             setattr(restored, name, getattr(fresh, name))
         _restore_callbacks(trainer.callback_handler, restored.stateful_callbacks)
         self.window.load_state_dict(state["window"])
-        self._rollouts, self._logged = state["rollouts"], state["logged"]
+        self.rollouts, self.ended, self._logged = state["rollouts"], state["ended"], state["logged"]
         self.evaluate, self.save, self.stop = state["wanted"]
 
 

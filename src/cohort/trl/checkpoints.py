@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -42,6 +43,33 @@ def link(folder: Path, checkpoint: Path, state: Mapping[str, Any]) -> Path:
         log.warning("cannot make the link %s: %s; the checkpoint is %s", named, error, checkpoint)
         return checkpoint
     return named
+
+
+def note_best(args: Any, state: Any, metrics: Mapping[str, Any]) -> bool:
+    """Whether an evaluation is the best by ``metric_for_best_model``; then the state of the run says so.
+
+    Args:
+        args: TRL's arguments.
+        state: transformers' ``TrainerState``.
+        metrics: of the evaluation, by TRL's names; empty if there was none.
+    """
+    if args.metric_for_best_model is None or not metrics:
+        return False
+    name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+    value, best = metrics.get(name), state.best_metric
+    if value is None or not math.isfinite(value):
+        return False
+    if best is not None and (value <= best if args.greater_is_better else value >= best):
+        return False
+    state.best_metric, state.best_global_step = value, state.global_step
+    return True
+
+
+def note_best_checkpoint(folder: Path, state: Any) -> None:
+    """Name the checkpoint of the best evaluation in the state, if there is one: it may be the one that is written."""
+    best = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    is_there = state.best_global_step is not None and (best.exists() or state.best_global_step == state.global_step)
+    state.best_model_checkpoint = str(best) if is_there else None
 
 
 def check_resumable(output_dir: str, resume_from: str | bool | os.PathLike[str] | None) -> bool:

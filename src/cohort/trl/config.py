@@ -178,6 +178,7 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
                 super().__post_init__()
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+        os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # it leaves weights empty on all ranks but the first
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
         batch = Batch.of(self, self.world_size)
         self.steps_per_generation, self.generation_batch_size = batch.steps_per_generation, batch.generation_batch_size

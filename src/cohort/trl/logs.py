@@ -213,14 +213,14 @@ def unbiased(std: float | None, count: int) -> float | None:
 
 
 def zero_std_share(metrics: Numbers, objective: Objective) -> float | None:
-    """Share of completions in groups with a standard deviation of 0; 0 or 1 where all are divided by that of the
-    batch."""
+    """Share of completions in groups of two or more scored completions with a standard deviation of 0; 0 or 1 where all
+    are divided by that of the batch."""
     if objective.reward_aggregation == "normalize_sum_normalize":
         dead = [metrics[f"rewards/{name}/dead_share"] for name in _reward_names(metrics)]
         return float(all(share == 1 for share in dead))
     if isinstance(objective.scale, BatchStd):
         return float((metrics["reward/std"] or 0.0) <= 1e-8)  # torch.isclose, as in TRL
-    return metrics["groups/dead_share"]
+    return (metrics["groups/dead_share"] or 0.0) - (metrics["groups/unscored_share"] or 0.0)
 
 
 _STATE = (

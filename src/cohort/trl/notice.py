@@ -60,9 +60,7 @@ def _rewards() -> list[str]:
 
 
 def _uploads(args: Any) -> list[str]:
-    if not args.push_to_hub or args.hub_strategy == "end":
-        return []
-    return ["the hub gets the model when train() ends, not with every checkpoint"]
+    return ["the hub gets the model when train() ends, not with every checkpoint"] if args.push_to_hub else []
 
 
 def _fields(args: Any) -> list[str]:

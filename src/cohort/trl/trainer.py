@@ -16,12 +16,14 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 import cohort.trainer
 from cohort.errors import FIXABLE, ConfigError, Stopped
+from cohort.parallel import on_main
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
+from cohort.runs.checkpoints import load_weights
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
-from cohort.trl.checkpoints import check_resumable, link
+from cohort.trl.checkpoints import check_resumable, link, note_best, note_best_checkpoint
 from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import (
     checked_tokenizer,
@@ -173,6 +175,7 @@ class GRPOTrainer:
             first = self.state.global_step
             with contextlib.closing(steps), self._state_of_a_stop():
                 self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+                self._end_written()
                 for metrics in steps:
                     if self._end_rollout(metrics) and metrics["step"] < self.core.schedule.steps:
                         self._link(self.core.checkpoint())
@@ -183,17 +186,31 @@ class GRPOTrainer:
         """After a rollout's updates and evaluation: tell of the evaluation, and save if it is asked for. What callbacks
         ask for on one rank is done on all. Returns whether the run is to stop."""
         events, world = self._events, self.core.world
+        found: dict[str, Any] = {}
         if any(key.startswith("eval/") for key in metrics):
-            self.evaluated(metrics)
+            found = self.evaluated(metrics)
         elif any(world.gather(events.evaluate)) and self.eval_dataset is not None:
-            self.evaluate()
+            found = self.evaluate()
+        events.ended = events.rollouts
+        is_best = note_best(self.args, self.state, found)
+        if self.args.save_strategy == "best":
+            events.save = is_best
         if any(world.gather(events.save or self.control.should_save)):
             self._link(self.core.checkpoint())
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return any(world.gather(events.stop or self.control.should_training_stop))
 
+    def _end_written(self) -> None:
+        """Tell of an evaluation after which a checkpoint was written, and which callbacks had not been told of then."""
+        folder, events = self.core.folder, self._events
+        if folder is None or events.ended == events.rollouts:
+            return
+        if metrics := on_main(self.core.world, folder.evaluations).get(events.rollouts):
+            self._end_rollout(metrics)
+
     def _link(self, checkpoint: Path) -> None:
         if self.is_world_process_zero() and self.core.folder is not None:
+            note_best_checkpoint(self.core.folder.path, self.state)
             link(self.core.folder.path, checkpoint, state_of(self))
 
     @contextlib.contextmanager
@@ -215,7 +232,11 @@ class GRPOTrainer:
         metrics = speed_metrics("train", started, num_samples=samples, num_steps=updates)
         metrics |= {"total_flos": 0.0, "train_loss": window.total_loss / max(1, window.updates)}
         left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
+        metrics["epoch"] = self.state.epoch
         self.log(metrics | left)
+        if self.args.load_best_model_at_end and self.core.folder is not None and self.core.folder.best.exists():
+            load_weights(self.core.policy, self.core.folder.best)
+            self.core.policy.version += 1  # the sampler's copies are of other weights
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if self.args.push_to_hub:
             self.push_to_hub()
@@ -322,7 +343,7 @@ class GRPOTrainer:
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of transformers, an object or a class."""
-        check_callback(callback)
+        check_callback(callback, self.args)
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
@@ -357,7 +378,7 @@ def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any
             "rollout_func is not supported here: the sampler is Cohort's own; use environment_factory for episodes"
         )
     for callback in callbacks or ():
-        check_callback(callback)
+        check_callback(callback, args)
     if optimizers[0] is None and optimizers[1] is not None:
         raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +26,8 @@ Settings = dict[str, Any]
 SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)})(?:\.\w+)+")
 ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
 """How to resume a changed run, in errors of Cohort."""
+BEST = re.compile(r"(?:eval_)?(?:(.+?)_)?(reward|rewards/.+/mean|completions/mean_length)")
+"""A metric of an evaluation, with the name of the set."""
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
@@ -53,7 +55,6 @@ def translate(
     world_size: int = 1,
     num_prompts: int | None = None,
     model_config: Any = None,
-    given: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> GRPOConfig:
     """Cohort's settings for TRL's arguments.
 
@@ -65,8 +66,6 @@ def translate(
         world_size: processes that train together.
         num_prompts: prompts of the training data; None: streamed.
         model_config: transformers' config of the model, which has the default of ``router_aux_loss_coef``.
-        given: further settings by section, which precede those of ``args``: what other arguments of TRL's trainer
-            become, such as adapters.
 
     Raises:
         ConfigError: ``args`` is another object, a field is refused, or fields do not go together.
@@ -74,13 +73,15 @@ def translate(
     """
     check_args(args)
     batch = Batch.of(args, world_size)
-    updates = batch.max_steps(args, num_prompts)
+    updates, calls = batch.max_steps(args, num_prompts), args.max_tool_calling_iterations
+    group = args.num_generations_eval or args.num_generations
     settings: Settings = {
         "model": _model(args, model_config),
         "data": _data(args),
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
         "vllm": _vllm(args, world_size) if args.use_vllm else {},
-        "environment": {"max_turns": _max_turns(args)},
+        # One turn more than calls; each has at least one token.
+        "environment": {"max_turns": args.max_completion_length if calls is None else calls + 1},
         "reward": {} if args.reward_weights is None else {"weights": args.reward_weights},
         "objective": {
             **objective_settings(args),
@@ -88,13 +89,14 @@ def translate(
             "minibatches": batch.minibatches,
         },
         "optim": _optim(args, updates),
-        "eval": {"eval_steps": 0, "eval_on_start": args.eval_on_start, "num_generations_eval": _eval_group(args)},
+        "eval": {
+            **{"eval_steps": 0, "eval_on_start": args.eval_on_start, "num_generations_eval": group},
+            **_best(args),
+        },
         "parallel": {"layout": layout_of(args), "rank_timeout": float(args.ddp_timeout)},
         "run": _run(args, batch.rollouts(updates)),
         "report": {"progress": not args.disable_tqdm},
     }
-    for section, values in (given or {}).items():
-        settings[section] = {**settings[section], **values}
     with errors_in_trl_terms():
         return GRPOConfig(**settings)
 
@@ -229,16 +231,6 @@ def _vllm(args: Any, world_size: int) -> Settings:
     return {**settings, "start": True, "python": sys.executable, "arguments": tuple(arguments)}
 
 
-def _max_turns(args: Any) -> int:
-    """The turn after the last call counts too; each turn has at least one token."""
-    calls = args.max_tool_calling_iterations
-    return int(args.max_completion_length if calls is None else calls + 1)
-
-
-def _eval_group(args: Any) -> int:
-    return int(args.num_generations_eval or args.num_generations)
-
-
 def _optim(args: Any, updates: int) -> Settings:
     schedule, rule = str(args.lr_scheduler_type.value), str(args.optim.value)
     if schedule in EVALUATED_SCHEDULES:
@@ -261,10 +253,28 @@ def _optim(args: Any, updates: int) -> Settings:
     return settings | {name: float(getattr(args, name)) for name in numbers}
 
 
+def _best(args: Any) -> Settings:
+    """Which model is the best; without evaluations, none is."""
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no":
+        return {}
+    found = BEST.fullmatch(metric)
+    if found is None:
+        raise ConfigError(
+            f"metric_for_best_model {metric!r} is not supported here, where an evaluation computes no loss: set it to "
+            "'eval_reward', 'eval_rewards/NAME/mean' or 'eval_completions/mean_length' (of a named set, 'eval_SET_...')"
+        )
+    name = {"reward": "reward/mean", "completions/mean_length": "length/mean"}.get(found[2], found[2])
+    return {
+        "metric_for_best_model": f"eval/{found[1]}/{name}" if found[1] else f"eval/{name}",
+        "greater_is_better": bool(args.greater_is_better),
+    }
+
+
 def _run(args: Any, rollouts: int) -> Settings:
     limit = args.save_total_limit
-    if args.save_strategy == "best":
-        raise ConfigError("save_strategy 'best' is not supported here: set 'steps' or 'epoch', and choose afterwards")
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise ConfigError("save_strategy 'best' needs metric_for_best_model, such as 'eval_reward'")
     return {
         "output_dir": args.output_dir,
         "seed": args.seed,
