@@ -230,6 +230,37 @@ def test_weights_that_are_not_finite_are_named():
         optimizer.check_weights()
 
 
+@pytest.mark.parametrize(("scheduled", "rate"), [(False, 0.375), (True, 0.25)])
+def test_a_ready_optimizer_goes_on_from_its_state(scheduled, rate, tmp_path):
+    """With the settings' linear schedule over 4 updates, or with one that halves the rate at each."""
+
+    def made():
+        module = model()
+        optimizer = Optimizer(module, OptimConfig(lr_scheduler_type="linear", max_grad_norm=0), num_updates=4)
+        rule = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+        halving = torch.optim.lr_scheduler.LambdaLR(rule, lambda update: 0.5**update)
+        optimizer.use(rule, halving if scheduled else None)
+        return module, optimizer
+
+    module, optimizer = made()
+    optimizer.allocate_state()
+    before = module[0].weight.detach().clone()
+    one_step(module, optimizer)
+    assert torch.equal(before - module[0].weight, 0.5 * module[0].weight.grad)  # momentum has no past yet
+    assert optimizer.learning_rate == rate
+    other, resumed = made()
+    other.load_state_dict(module.state_dict())
+    state = optimizer.state_dict()
+    write_tensors(tmp_path / "tensors", state["tensors"])
+    numbers = json.loads(json.dumps(state["numbers"]))
+    resumed.load_state_dict({"tensors": read_tensors(tmp_path / "tensors"), "numbers": numbers})
+    one_step(module, optimizer)
+    one_step(other, resumed)
+    assert optimizer.learning_rate == resumed.learning_rate
+    for one, two in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 def test_the_state_of_a_stranger_is_refused():
     _, optimizer, _ = tiny_trained("adamw", updates=1)
     with pytest.raises(

@@ -172,6 +172,17 @@ def test_a_stopped_run_is_found_by_transformers_too(straight, demo_tokenizer, tm
     assert "continue with" in capsys.readouterr().err
 
 
+def test_a_complete_run_goes_on(demo_tokenizer, tmp_path):
+    """Its last checkpoint was written before the callbacks were told of the last evaluation: they are told once."""
+    folder = tmp_path / "run"
+    make(demo_tokenizer, folder, **EVALUATED, max_steps=4, lr_scheduler_type="constant").train()
+    longer = make(demo_tokenizer, folder, **EVALUATED, max_steps=6, lr_scheduler_type="constant")
+    assert longer.train(resume_from_checkpoint=True).global_step == 6
+    history = longer.state.log_history
+    assert [entry["step"] for entry in history if "eval_reward" in entry] == [4, 6]
+    assert [entry["step"] for entry in history if "loss" in entry] == [3, 6]
+
+
 def test_early_stopping_and_the_best_model(demo_tokenizer, tmp_path):
     """The best model is loaded at the end, whatever checkpoints are kept; one worse evaluation ends the run."""
     trainer = make(

@@ -98,6 +98,8 @@ def check_targets(model: Any, run: Callable[[], torch.Tensor]) -> None:
         ModelError: it fails, or uses the weights of some layers directly, past their adapters.
     """
     wrapped = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    if not wrapped:
+        return
     called: set[str] = set()
     hooks = [module.register_forward_hook(lambda *_, name=name: called.add(name)) for name, module in wrapped.items()]
     weights: dict[str, Any] = {}

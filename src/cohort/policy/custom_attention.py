@@ -46,6 +46,8 @@ class CustomAttention:
         self.model = model
         self._base = base_of(model.model)
         need(getattr(self._base, "_supports_attention_backend", False), "its attention cannot be replaced")
+        kinds = getattr(self._base.config.get_text_config(), "layer_types", None) or ()
+        need("indexed_attention" not in kinds, "its layers choose the keys of each token")
         for name in sorted(LENGTH_ROPES & _rotary_types(self._base)):
             raise UnsupportedModel(f"its rotary embedding is {name!r}, which changes with the sequence's length")
         from transformers import AttentionInterface

@@ -102,14 +102,15 @@ class Events(Companion):
         self.window, self.updates_per_rollout, self._per_epoch = window, updates_per_rollout, updates_per_epoch
         self.evaluate = self.save = self.stop = False
         """What the callbacks have asked for at the end of the rollout."""
-        self._rollouts = self._logged = 0
+        self.rollouts = self.ended = self._logged = 0
+        """Rollouts whose updates the callbacks were told of, and those whose evaluation they were told of too."""
 
     def updated(self, metrics: Mapping[str, Any]) -> None:
         """The updates of a rollout are made: tell the callbacks of each."""
         trainer = self._of()
         assert trainer is not None
-        if metrics["step"] > self._rollouts:  # else the run was stopped in the evaluation that follows, and resumed
-            self._rollouts = metrics["step"]
+        if metrics["step"] > self.rollouts:  # else the run was stopped in the evaluation that follows, and resumed
+            self.rollouts = metrics["step"]
             self.evaluate = self.save = self.stop = False
             if metrics["step"] == 1 and (before := trainer.core.summary.get("eval_before")):
                 trainer.evaluated(before)
@@ -154,7 +155,8 @@ class Events(Companion):
         return {
             "state": state_of(trainer),
             "window": self.window.state_dict(),
-            "rollouts": self._rollouts,
+            "rollouts": self.rollouts,
+            "ended": self.ended,
             "logged": self._logged,
             "wanted": [self.evaluate, self.save, self.stop],
         }
@@ -177,7 +179,7 @@ class Events(Companion):
             setattr(restored, name, getattr(fresh, name))
         _restore_callbacks(trainer.callback_handler, restored.stateful_callbacks)
         self.window.load_state_dict(state["window"])
-        self._rollouts, self._logged = state["rollouts"], state["logged"]
+        self.rollouts, self.ended, self._logged = state["rollouts"], state["ended"], state["logged"]
         self.evaluate, self.save, self.stop = state["wanted"]
 
 

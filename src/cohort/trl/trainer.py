@@ -16,6 +16,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 import cohort.trainer
 from cohort.errors import FIXABLE, ConfigError, Stopped
+from cohort.parallel import on_main
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
 from cohort.runs.checkpoints import load_weights
@@ -176,6 +177,7 @@ class GRPOTrainer:
             first = self.state.global_step
             with contextlib.closing(steps), self._state_of_a_stop():
                 self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+                self._end_written()
                 for metrics in steps:
                     if self._end_rollout(metrics) and metrics["step"] < self.core.schedule.steps:
                         self._link(self.core.checkpoint())
@@ -191,6 +193,7 @@ class GRPOTrainer:
             found = self.evaluated(metrics)
         elif any(world.gather(events.evaluate)) and self.eval_dataset is not None:
             found = self.evaluate()
+        events.ended = events.rollouts
         is_best = note_best(self.args, self.state, found)
         if self.args.save_strategy == "best":
             events.save = is_best
@@ -198,6 +201,14 @@ class GRPOTrainer:
             self._link(self.core.checkpoint())
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         return any(world.gather(events.stop or self.control.should_training_stop))
+
+    def _end_written(self) -> None:
+        """Tell of an evaluation after which a checkpoint was written, and which callbacks had not been told of then."""
+        folder, events = self.core.folder, self._events
+        if folder is None or events.ended == events.rollouts:
+            return
+        if metrics := on_main(self.core.world, folder.evaluations).get(events.rollouts):
+            self._end_rollout(metrics)
 
     def _link(self, checkpoint: Path) -> None:
         if self.is_world_process_zero() and self.core.folder is not None:
