@@ -36,6 +36,9 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 def pytest_configure() -> None:
     os.fsync = os.fstat  # no test cuts the power, and a disk takes milliseconds for each of thousands of files
     gc.disable()  # until the collection ends: nothing goes away while modules are imported
+    # Else every worker, and every process that a test starts, compiles the tests and the package anew.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -55,12 +55,13 @@ def test_a_short_demo(tmp_path, monkeypatch, capsys):
     config = load_config(demo.SETTINGS, ["--run.max_steps=2", "--rollout.prompts_per_step=4", "--report.progress=no"])
     (tmp_path / "short.toml").write_text(to_toml(config))
     monkeypatch.setattr(demo, "SETTINGS", tmp_path / "short.toml")
-    monkeypatch.setattr(demo, "EVAL_PROBLEMS", 60)
+    monkeypatch.setattr(demo, "EVAL_PROBLEMS", 40)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # a second thread waits for the first, and for the tests beside it
     assert main(["demo", "--seed", "3", "--output-dir", str(tmp_path / "a")]) == 0
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     low, high = summary["accuracy_before_interval"]
     assert (low < 0.55, high > 0.30) == (True, True)
-    assert 0.20 < summary["accuracy_before"] < 0.65  # 60 samples: the interval is 24 points wide
+    assert 0.20 < summary["accuracy_before"] < 0.65  # 40 samples: the interval is 30 points wide
     output = capsys.readouterr().out
     for part in ("before", "after", "held-out problems", "run folder:", "cohort train my.toml", "#### "):
         assert part in output

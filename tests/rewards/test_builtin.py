@@ -236,7 +236,7 @@ BETWEEN_SPACES = [
     ("#### ", "I"), ("a", "b"), ("(", "b"), ("^", "x"), ("answer is", ""), ("answer is $2$", "x"), ("answer is 5", "b"),
     ("\\boxed{1}", "\\boxed{2}"), ("\\boxed{", "5}"), ("1", "/"), ("{", ",}"), ("5\\text", "{m}"), ("```json", "x"),
 ]  # fmt: skip
-LENGTH = 30_000
+LENGTH = 20_000
 
 
 def test_no_text_takes_much_time(runner_of):

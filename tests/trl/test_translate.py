@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from cohort.errors import ConfigError
@@ -102,6 +103,15 @@ def test_vllm_in_the_trainer_s_process_is_a_server_of_one_process(monkeypatch):
         translate(GRPOConfig("out", use_vllm=True), num_prompts=8)
 
 
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_activations_are_recomputed_on_a_gpu_alone(name: str):
+    assert not translated().model.gradient_checkpointing
+    for wanted in (True, False):
+        args = GRPOConfig("out", **{name: wanted})
+        args.__dict__["_setup_devices"] = torch.device("cuda")  # what transformers caches
+        assert translate(args, num_prompts=8).model.gradient_checkpointing is wanted
+
+
 def test_the_learning_rate_schedule_has_as_many_updates_as_the_run():
     found = translated(num_train_epochs=1, warmup_ratio=0.1, lr_scheduler_type="cosine")
     assert (found.run.max_steps, found.optim.warmup_steps, found.optim.lr_scheduler_type) == (320, 32, "cosine")
@@ -121,11 +131,6 @@ def test_the_weight_of_the_auxiliary_loss_is_the_model_s_own_unless_set():
     assert translate(args, num_prompts=8, model_config=LlamaConfig()).model.router_aux_loss_coef == 0
     args.router_aux_loss_coef = 0.0
     assert translate(args, num_prompts=8, model_config=model).model.router_aux_loss_coef == 0
-
-
-def test_other_arguments_precede():
-    args = GRPOConfig("out")
-    assert translate(args, num_prompts=8, given={"model": {"lora": {"rank": 4}}}).model.lora.rank == 4
 
 
 def test_tool_calls_are_turns():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -55,7 +55,6 @@ def translate(
     world_size: int = 1,
     num_prompts: int | None = None,
     model_config: Any = None,
-    given: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> GRPOConfig:
     """Cohort's settings for TRL's arguments.
 
@@ -67,8 +66,6 @@ def translate(
         world_size: processes that train together.
         num_prompts: prompts of the training data; None: streamed.
         model_config: transformers' config of the model, which has the default of ``router_aux_loss_coef``.
-        given: further settings by section, which precede those of ``args``: what other arguments of TRL's trainer
-            become, such as adapters.
 
     Raises:
         ConfigError: ``args`` is another object, a field is refused, or fields do not go together.
@@ -76,13 +73,15 @@ def translate(
     """
     check_args(args)
     batch = Batch.of(args, world_size)
-    updates = batch.max_steps(args, num_prompts)
+    updates, calls = batch.max_steps(args, num_prompts), args.max_tool_calling_iterations
+    group = args.num_generations_eval or args.num_generations
     settings: Settings = {
         "model": _model(args, model_config),
         "data": _data(args),
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
         "vllm": _vllm(args, world_size) if args.use_vllm else {},
-        "environment": {"max_turns": _max_turns(args)},
+        # One turn more than calls; each has at least one token.
+        "environment": {"max_turns": args.max_completion_length if calls is None else calls + 1},
         "reward": {} if args.reward_weights is None else {"weights": args.reward_weights},
         "objective": {
             **objective_settings(args),
@@ -91,15 +90,13 @@ def translate(
         },
         "optim": _optim(args, updates),
         "eval": {
-            **{"eval_steps": 0, "eval_on_start": args.eval_on_start, "num_generations_eval": _eval_group(args)},
+            **{"eval_steps": 0, "eval_on_start": args.eval_on_start, "num_generations_eval": group},
             **_best(args),
         },
         "parallel": {"layout": layout_of(args), "rank_timeout": float(args.ddp_timeout)},
         "run": _run(args, batch.rollouts(updates)),
         "report": {"progress": not args.disable_tqdm},
     }
-    for section, values in (given or {}).items():
-        settings[section] = {**settings[section], **values}
     with errors_in_trl_terms():
         return GRPOConfig(**settings)
 
@@ -232,16 +229,6 @@ def _vllm(args: Any, world_size: int) -> Settings:
     if args.vllm_enable_prefix_caching is not None:
         arguments.append("--enable-prefix-caching" if args.vllm_enable_prefix_caching else "--no-enable-prefix-caching")
     return {**settings, "start": True, "python": sys.executable, "arguments": tuple(arguments)}
-
-
-def _max_turns(args: Any) -> int:
-    """The turn after the last call counts too; each turn has at least one token."""
-    calls = args.max_tool_calling_iterations
-    return int(args.max_completion_length if calls is None else calls + 1)
-
-
-def _eval_group(args: Any) -> int:
-    return int(args.num_generations_eval or args.num_generations)
 
 
 def _optim(args: Any, updates: int) -> Settings:
