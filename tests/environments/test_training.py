@@ -1,6 +1,9 @@
 """Whole runs with tools and environments, through the trainer, the command line and evaluation."""
 
 import json
+import os
+import signal
+import time
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
 from cohort.config import EnvironmentConfig
 from cohort.environments import Acting, Step
-from cohort.errors import ConfigError, DataError, EpisodeError, RunFolderError
+from cohort.errors import ConfigError, DataError, EpisodeError, RunFolderError, Stopped
 from cohort.report.rollouts import StoredStep
 from tests.environments.templates import FAMILIES
 from tests.train.harness import metrics_of, rows_of
@@ -104,6 +107,54 @@ def trainer(
         tools=tools,
         environment_factory=environment_factory,
     )
+
+
+@pytest.mark.parametrize("where", ["tool", "get_reward"])
+def test_a_function_that_hangs_does_not_hold_up_a_stop(tmp_path, monkeypatch, where):
+    """It is interrupted after half of the time to stop; episodes that have ended are kept."""
+    monkeypatch.setattr("cohort.train.signals._end", lambda *_: None)  # a slow machine does not end the tests
+    called, hangs = [], [True]
+
+    def hang():
+        called.append(1)
+        if hangs[0] and len(called) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    class Asks:
+        def reset(self, **row):
+            return " Go."
+
+        def add(self, a: int, b: int) -> int:
+            """Add.
+
+            Args:
+                a: a number.
+                b: a number.
+            """
+            hang() if where == "tool" else None
+            return a + b
+
+        def get_reward(self):
+            hang() if where == "get_reward" else None
+            return float(len(called) % 2)
+
+    def make(folder):
+        settings = {"regex": CALL, "max_turns": 3, "max_steps": 1, "stop_seconds": 0.6}
+        return trainer(folder, few_calls, environment_factory=Asks, **settings)
+
+    began = time.monotonic()
+    with pytest.raises(Stopped, match="stopped by SIGTERM in step 1"):
+        make(tmp_path / "run").train()
+    assert time.monotonic() - began < 30
+    hangs[0] = False
+    resumed = make(tmp_path / "run")
+    assert resumed.train(resume=True)["steps"] == 1
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert [row["token_ids"] for row in rows_of(tmp_path / "run")] == [
+        row["token_ids"] for row in rows_of(tmp_path / "straight")
+    ]
 
 
 def test_a_run_with_a_tool(tmp_path):

@@ -114,6 +114,9 @@ def test_the_log_and_the_output(straight):
     assert history[-1].items() >= {"train_loss": output.training_loss, "step": 8}.items()
     assert output.metrics["train_loss"] == output.training_loss
     assert json.loads((folder / "summary.json").read_text())["steps"] == 4
+    assert trainer.end() is None
+    assert not trainer.is_fsdp_enabled
+    assert not trainer.is_deepspeed_enabled
 
 
 def test_checkpoints_are_found_by_transformers(straight):

@@ -18,12 +18,13 @@ import math
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+from cohort.calls import Settled, interruptible
 from cohort.config import EnvironmentConfig
 from cohort.environments.contract import Answer, Ended, EpisodeFailed
 from cohort.environments.host import Host
@@ -38,6 +39,7 @@ from cohort.watchdog import samples, waiting
 log = logging.getLogger("cohort.environments")
 PLACE = "tools and environments"
 """What the watchdog calls them."""
+Then: TypeAlias = Callable[[RunningEpisode, Future[Any]], None]
 POLL_SECONDS = 0.1
 """How often a rollout that only waits for answers looks whether it was cancelled."""
 
@@ -126,10 +128,9 @@ class EpisodeBatch:
         for episode in self._episodes:
             episode.started = time.perf_counter()
             seed = self._key.environment_seed(self._prompts[episode.prompt_index].uid)
-            with waiting(PLACE, partial(self._named, episode)):
-                future = self._host.begin(episode, self._prompts[episode.prompt_index], seed)
             self._running[episode] = None
-            self._await(episode, future, self._begun)
+            begin = partial(self._host.begin, episode, self._prompts[episode.prompt_index], seed)
+            self._ask(episode, begin, self._begun)
         # Memory is allocated for the trajectories that the engine knows, so it waits for what can begin now.
         can_begin = min(self._settings.max_environments, len(self._episodes))
         while self._running and sum(episode.first is not None for episode in self._episodes) < can_begin:
@@ -153,9 +154,21 @@ class EpisodeBatch:
             if not episode.ending:
                 self._host.end(episode)
 
-    def _await(
-        self, episode: RunningEpisode, future: Future[Any], then: Callable[[RunningEpisode, Future[Any]], None]
-    ) -> None:
+    def _ask(self, episode: RunningEpisode, ask: Callable[[], Future[Any]], then: Then) -> None:
+        """Ask the host, and call ``then`` with the answer. If a function in this thread is interrupted, because the run
+        is to stop, the episode is cancelled."""
+        try:
+            with interruptible(), waiting(PLACE, partial(self._named, episode)):
+                future = ask()
+        except CancelledError:
+            episode.ending = True
+            if episode.number is not None:
+                self._engine.release(episode.number)
+            self._ended(episode, Settled(Ended()), reason=FinishReason.CANCELLED, failure=None)
+        else:
+            self._await(episode, future, then)
+
+    def _await(self, episode: RunningEpisode, future: Future[Any], then: Then) -> None:
         """Call ``then`` once the future is done: now, or by ``_handle_ready``."""
         if future.done():
             then(episode, future)
@@ -278,9 +291,7 @@ class EpisodeBatch:
             self._record(episode, turn)
             self._finish(episode, FinishReason.TIMEOUT, self._time_is_up())
         else:
-            with waiting(PLACE, partial(self._named, episode)):
-                future = self._host.answer(episode, parsed)
-            self._await(episode, future, partial(self._answered, turn=turn))
+            self._ask(episode, partial(self._host.answer, episode, parsed), partial(self._answered, turn=turn))
 
     def _answered(self, episode: RunningEpisode, future: Future[Answer], *, turn: EndedTurn) -> None:
         """Extend the trajectory by the answer, or end the episode."""
@@ -347,7 +358,7 @@ class EpisodeBatch:
         elif episode.first is None:  # its group does not wait for it
             episode.first = failure or EpisodeFailed("cancelled")
             self._submit_if_complete(episode.prompt_index)
-        self._await(episode, self._host.end(episode), partial(self._ended, reason=reason, failure=failure))
+        self._ask(episode, partial(self._host.end, episode), partial(self._ended, reason=reason, failure=failure))
 
     def _ended(
         self, episode: RunningEpisode, future: Future[Ended], *, reason: FinishReason, failure: EpisodeFailed | None

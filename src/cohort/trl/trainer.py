@@ -72,6 +72,8 @@ class GRPOTrainer:
     """
 
     _tag_names = ("cohort", "grpo")
+    is_fsdp_enabled = is_deepspeed_enabled = False
+    """Scripts ask before they gather weights themselves. ``save_model`` gathers them here in any layout."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -362,6 +364,9 @@ class GRPOTrainer:
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""
         return self.core.world.local_rank == 0
+
+    def end(self) -> None:
+        """Without effect: the process group and the trackers end with the process."""
 
     def get_num_trainable_parameters(self) -> int:
         """The number of trained parameters."""
