@@ -224,7 +224,8 @@ def build(folder: Path, steps: int = 360) -> None:
         write_data(folder / name, splits, "main" if name == "openai/gsm8k" else "default")
     tokenizer = make_tokenizer()
     policy = make_model(tokenizer)
-    learn(policy, tokenizer, steps)
+    if steps:
+        learn(policy, tokenizer, steps)
     for name in POLICIES:
         policy.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)

@@ -1,7 +1,9 @@
 """TRL's trainer over Cohort's: what its callbacks are told, its checkpoints, resuming, and what it refuses."""
 
 import ast
+import gc
 import json
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,6 +114,9 @@ def test_the_log_and_the_output(straight):
     assert history[-1].items() >= {"train_loss": output.training_loss, "step": 8}.items()
     assert output.metrics["train_loss"] == output.training_loss
     assert json.loads((folder / "summary.json").read_text())["steps"] == 4
+    assert trainer.end() is None
+    assert not trainer.is_fsdp_enabled
+    assert not trainer.is_deepspeed_enabled
 
 
 def test_checkpoints_are_found_by_transformers(straight):
@@ -178,6 +183,13 @@ def test_a_complete_run_goes_on(demo_tokenizer, tmp_path):
     history = longer.state.log_history
     assert [entry["step"] for entry in history if "eval_reward" in entry] == [4, 6]
     assert [entry["step"] for entry in history if "loss" in entry] == [3, 6]
+    gone = weakref.ref(longer.core)
+    gc.disable()  # no cycle keeps the trainer
+    try:
+        del longer
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_early_stopping_and_the_best_model(demo_tokenizer, tmp_path):

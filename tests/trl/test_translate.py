@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from cohort.errors import ConfigError
@@ -100,6 +101,15 @@ def test_vllm_in_the_trainer_s_process_is_a_server_of_one_process(monkeypatch):
     monkeypatch.setattr("cohort.trl.translate.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs vLLM, which is not installed .* set use_vllm=False"):
         translate(GRPOConfig("out", use_vllm=True), num_prompts=8)
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_activations_are_recomputed_on_a_gpu_alone(name: str):
+    assert not translated().model.gradient_checkpointing
+    for wanted in (True, False):
+        args = GRPOConfig("out", **{name: wanted})
+        args.__dict__["_setup_devices"] = torch.device("cuda")  # what transformers caches
+        assert translate(args, num_prompts=8).model.gradient_checkpointing is wanted
 
 
 def test_the_learning_rate_schedule_has_as_many_updates_as_the_run():

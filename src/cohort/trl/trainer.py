@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ class GRPOTrainer:
     """
 
     _tag_names = ("cohort", "grpo")
+    is_fsdp_enabled = is_deepspeed_enabled = False
+    """Scripts ask before they gather weights themselves. ``save_model`` gathers them here in any layout."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -106,7 +109,7 @@ class GRPOTrainer:
         batch = Batch.of(args, args.world_size)
         model_config = read_config(model, trust_remote_code=args.trust_remote_code)
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
-        self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, lambda: self.state)
+        self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, weakref.ref(self))
         self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
         with errors_in_trl_terms():
             self.core = cohort.trainer.GRPOTrainer(
@@ -361,6 +364,9 @@ class GRPOTrainer:
     def is_local_process_zero(self) -> bool:
         """Whether this is the first process of its machine."""
         return self.core.world.local_rank == 0
+
+    def end(self) -> None:
+        """Without effect: the process group and the trackers end with the process."""
 
     def get_num_trainable_parameters(self) -> int:
         """The number of trained parameters."""
