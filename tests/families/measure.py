@@ -89,7 +89,7 @@ def measure(model_type: str, *, whole: bool = True) -> Measured:
 
 def sampled_gap(policy: Policy, found: Measured) -> float:
     """Largest difference, in nats, of the sampler's log-probs and the trainer's. Layers that choose their keys are
-    allowed a twentieth of the tokens: in a random model choices tie, and rounding decides."""
+    allowed a twentieth of the tokens: the padding token, whose embedding is 0, likes all keys equally."""
     engine = LocalEngine(policy, LetterTokenizer(), (1,))
     found.sampler = engine.backend.description
     groups = engine.generate(SAMPLED, 2, Sampling(16), RNGKey(0, 0))

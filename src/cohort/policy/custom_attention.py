@@ -90,7 +90,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _mask: Any,
+    _mask: Any = None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -104,6 +104,7 @@ def _attention(
     need(not dropout, "attention has dropout")
     need(getattr(module, "is_causal", True), "attention is not causal")
     need(_mask is None, "its layers hide tokens with masks of their own")
+    need("attention_mask" not in others, "it calls its attention in a way of its own")
     tensors = {name for name, value in others.items() if isinstance(value, Tensor)} - UNUSED
     need(not tensors & BIASES, "attention has sinks or biases")
     need(not tensors, f"its attention takes {', '.join(sorted(tensors))}, which packed attention does not know")
