@@ -1,7 +1,9 @@
 """TRL's trainer over Cohort's: what its callbacks are told, its checkpoints, resuming, and what it refuses."""
 
 import ast
+import gc
 import json
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,6 +183,13 @@ def test_a_complete_run_goes_on(demo_tokenizer, tmp_path):
     history = longer.state.log_history
     assert [entry["step"] for entry in history if "eval_reward" in entry] == [4, 6]
     assert [entry["step"] for entry in history if "loss" in entry] == [3, 6]
+    gone = weakref.ref(longer.core)
+    gc.disable()  # no cycle keeps the trainer
+    try:
+        del longer
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_early_stopping_and_the_best_model(demo_tokenizer, tmp_path):

@@ -39,7 +39,7 @@ def resume(
         trust: Run the code that the settings in this run folder name, though this account has not run it before.
     """
     from cohort.config import load_config, setting_names
-    from cohort.runs import RunFolder, check_code, check_secrets, last_start, with_whole_names
+    from cohort.runs import RunFolder, check_run_settings, last_start, with_whole_names
 
     folder = RunFolder(Path(run).expanduser().resolve())
     folder.check_is_run()
@@ -61,6 +61,5 @@ def resume(
     settings = with_whole_names(settings, [name for name in names if name != "run.output_dir"])
     if began_in := start.working_directory(folder.path):
         os.chdir(began_in)  # to which the names in the settings belong
-    check_code(folder.path, settings, trust and str(Path(working_folder, trust).expanduser()), given=names)
-    check_secrets(folder.path, settings)
+    check_run_settings(folder.path, settings, trust and str(Path(working_folder, trust).expanduser()), given=names)
     run_training(settings, "auto", allow_changed, overrides=(*start.overrides, *names), missing=missing)

@@ -28,7 +28,7 @@ from cohort.flags import EvalFlags
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampler, local_engine
-from cohort.runs import MODEL_CODE, RunFolder, check_code, check_secrets, read_best, saved_identity
+from cohort.runs import MODEL_CODE, RunFolder, check_run_settings, read_best, saved_identity
 from cohort.runs.durable import MANIFEST, check_whole
 
 SETTINGS = {
@@ -71,8 +71,8 @@ class Request(EvalFlags):
             given = ["--reward.weights", "none", "--eval.success", "none", *given]
         config = load_config(source, given) if source else apply_overrides({}, given)
         if source and self.config is None:
-            check_code(Path(source).parent, config, self.trust, given=setting_names(given))
-            check_secrets(Path(source).parent, config, unused=("data.train", "vllm."))
+            unused = ("data.train", "vllm.")
+            check_run_settings(Path(source).parent, config, self.trust, given=setting_names(given), unused=unused)
         where = f" ({source} names none; they may have been passed in Python)" if source else self._no_run()
         if not config.data.eval:
             raise ConfigError(f"no data to evaluate on: give --data FILE{where}")

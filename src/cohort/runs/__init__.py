@@ -17,4 +17,4 @@ from cohort.runs.saving import save_merged
 from cohort.runs.starts import Start, last_start, with_overrides_of_start, with_whole_names
 from cohort.runs.tables import completion_columns, score_columns
 from cohort.runs.tensors import fill
-from cohort.runs.trust import MODEL_CODE, check_code, check_files, check_secrets
+from cohort.runs.trust import MODEL_CODE, check_code, check_files, check_run_settings

@@ -379,7 +379,10 @@ class RunFolder:
 
     def best_record(self) -> dict[str, Any] | None:
         """The contents of ``best/best.json``; None without a best model."""
-        return read_best(self.best / "best.json") if self.best.exists() else None
+        try:
+            return read_best(self.best / "best.json") if self.best.exists() else None
+        except RunFolderError as error:
+            raise RunFolderError(f"{error}. To go on without the best model so far, remove {self.best}") from None
 
 
 def _is_no_run(path: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from cohort.config import GRPOConfig, load_config, setting_names, with_settings
 from cohort.errors import ConfigError, RunFolderError
-from cohort.runs.trust import check_code, check_files, check_secrets
+from cohort.runs.trust import check_files, check_run_settings
 
 STARTS = "starts.jsonl"
 
@@ -148,6 +148,5 @@ def with_overrides_of_start(
         config = with_settings(config, load_config(run / "config.toml"), names)
     except ConfigError as error:
         raise RunFolderError(f"the overrides that {run} was started with do not fit: {error}") from None
-    check_code(run, config, trusted, read=names)
-    check_secrets(run, config)
+    check_run_settings(run, config, trusted, read=names)
     return config, (*names, *given)

@@ -127,7 +127,7 @@ def _loaded(name: str, config: GRPOConfig, quantization_config: Any) -> Any:
 
 
 def reward_functions(
-    given: Any, tokenizers: Any, config: GRPOConfig, state: Callable[[], Any]
+    given: Any, tokenizers: Any, config: GRPOConfig, trainer: Callable[[], Any]
 ) -> list[Callable[..., Any]] | None:
     """The reward functions. Names and models become reward models; a function with a parameter ``trainer_state`` gets
     transformers' state.
@@ -136,7 +136,7 @@ def reward_functions(
         given: a function, a name or model of a reward model, or a list of them; None.
         tokenizers: of the reward models, in the order of the functions; None: those saved with the models.
         config: the settings, whose device is that of reward models.
-        state: gives the state of the run.
+        trainer: gives the trainer, whose state functions get.
 
     Raises:
         ConfigError: there are not as many tokenizers as functions, or one is of another type.
@@ -160,10 +160,10 @@ def reward_functions(
             "each, None for functions that are no models"
         )
     device = config.model.device
-    return [_reward(one, tokenizer, state, device) for one, tokenizer in zip(listed, classes, strict=True)]
+    return [_reward(one, tokenizer, trainer, device) for one, tokenizer in zip(listed, classes, strict=True)]
 
 
-def _reward(function: Any, tokenizer: Any, state: Callable[[], Any], device: str) -> Callable[..., Any]:
+def _reward(function: Any, tokenizer: Any, trainer: Callable[[], Any], device: str) -> Callable[..., Any]:
     is_model = isinstance(function, str | Path) or (hasattr(function, "config") and hasattr(function, "parameters"))
     if isinstance(function, str) and function in vars(trl_rewards):
         raise ConfigError(
@@ -178,19 +178,19 @@ def _reward(function: Any, tokenizer: Any, state: Callable[[], Any], device: str
         wants_state = "trainer_state" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a built-in function
         wants_state = False
-    return _with_state(function, state) if wants_state else function
+    return _with_state(function, trainer) if wants_state else function
 
 
-def _with_state(function: Callable[..., Any], state: Callable[[], Any]) -> Callable[..., Any]:
+def _with_state(function: Callable[..., Any], trainer: Callable[[], Any]) -> Callable[..., Any]:
     """The function with transformers' ``TrainerState``, which counts updates, in place of Cohort's."""
 
     @functools.wraps(function)
     def plain(*args: Any, **columns: Any) -> Any:
-        return function(*args, **columns | {"trainer_state": state()})
+        return function(*args, **columns | {"trainer_state": trainer().state})
 
     @functools.wraps(function)
     async def awaited(*args: Any, **columns: Any) -> Any:
-        return await function(*args, **columns | {"trainer_state": state()})
+        return await function(*args, **columns | {"trainer_state": trainer().state})
 
     found = awaited if is_async(function) else plain
     inner = partial_layers(function)[-1]

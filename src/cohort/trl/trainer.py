@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ class GRPOTrainer:
         batch = Batch.of(args, args.world_size)
         model_config = read_config(model, trust_remote_code=args.trust_remote_code)
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
-        self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, lambda: self.state)
+        self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, weakref.ref(self))
         self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
         with errors_in_trl_terms():
             self.core = cohort.trainer.GRPOTrainer(
