@@ -67,6 +67,8 @@ def test_unknown_arguments_can_be_returned(parser, tmp_path):
     ("text", "arguments", "message"),
     [
         (None, ["--max_stepps", "5"], "unknown argument 'max_stepps'; did you mean max_steps"),
+        ("num_processes: 4", [], "'num_processes' starts processes: give it to accelerate"),
+        (None, ["--num-processes", "4"], "accelerate launch --num_processes 2 -m"),
         (None, ["5"], "unknown argument '5': arguments are given as --name value"),
         (None, ["--config"], "--config needs the path of a YAML file"),
         (None, ["--config", "no.yaml"], "cannot read --config no.yaml"),

@@ -55,11 +55,6 @@ def _is_arguments(value: Any) -> bool:
     return isinstance(value, TrainingArguments | cohort.config.GRPOConfig)
 
 
-def _is_tokenizer(value: Any) -> bool:
-    """Also of a processor, which has one."""
-    return hasattr(value, "decode") and (hasattr(value, "tokenizer") or hasattr(value, "eos_token"))
-
-
 def _is_model(value: Any) -> bool:
     return isinstance(value, str | os.PathLike) or hasattr(value, "state_dict")
 
@@ -87,10 +82,9 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "reward_funcs": ("functions, or names or models of reward models", _is_rewards),
     "train_dataset": ("rows", _is_rows),
     "eval_dataset": ("rows, or named sets of rows", _is_rows),
-    "processing_class": ("a tokenizer", lambda value: value is None or _is_tokenizer(value)),
     "reward_processing_classes": (
         "tokenizers of the reward models",
-        lambda value: _is_list(value) or _is_tokenizer(value),
+        lambda value: _is_list(value) or isinstance(value, PreTrainedTokenizerBase),
     ),
     "callbacks": ("a list of callbacks", _is_list),
     "optimizers": ("(optimizer, scheduler)", _is_pair),
@@ -104,5 +98,5 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: value is None or callable(value) or isinstance(value, Mapping),
     ),
 }
-"""Argument to what it takes in words, and as a test. ``args`` and ``peft_config`` have errors
-of their own (``translate.check_args``, ``given.prepared_model``)."""
+"""Argument to what it takes in words, and as a test. ``args``, ``processing_class`` and ``peft_config`` have errors of
+their own (``translate.check_args``, ``given``)."""

@@ -16,6 +16,9 @@ from transformers import HfArgumentParser
 
 from cohort.errors import ConfigError, did_you_mean
 
+OF_ACCELERATE = ("accelerate_config", "config_file", "main_process_port", "multi_gpu", "num_machines", "num_processes")
+"""Arguments that ``trl grpo`` passes on to ``accelerate launch``."""
+
 
 class TrlParser(HfArgumentParser):  # type: ignore[misc]  # transformers is not typed here
     """Parses arguments into dataclasses, as ``transformers.HfArgumentParser`` does, with defaults from a YAML file.
@@ -113,8 +116,12 @@ class TrlParser(HfArgumentParser):  # type: ignore[misc]  # transformers is not 
         names = [text.lstrip("-").partition("=")[0] for text in arguments if text.startswith("--")]
         if not names:
             return f"unknown argument {arguments[0]!r}: arguments are given as --name value"
-        known = {action.dest for action in _actions(self)}
-        return f"unknown argument {names[0]!r}{did_you_mean(names[0].replace('-', '_'), sorted(known))}"
+        name, known = names[0].replace("-", "_"), {action.dest for action in _actions(self)}
+        if name in OF_ACCELERATE:
+            return (
+                f"{name!r} starts processes: give it to accelerate, as in accelerate launch --num_processes 2 -m MODULE"
+            )
+        return f"unknown argument {names[0]!r}{did_you_mean(name, sorted(known))}"
 
 
 def _actions(parser: Any) -> list[Action]:
