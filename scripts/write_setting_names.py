@@ -80,7 +80,9 @@ def rendered(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         case t if t is Union or t is types.UnionType:
             return " | ".join(dict.fromkeys(rendered(one) for one in arguments))
         case t if t is tuple and arguments[1:] == (...,):
-            return f"Sequence[{rendered(arguments[0])}]"
+            one = rendered(arguments[0])
+            single = any(isinstance(each, BeforeValidator) for each in metadata)  # which puts one into a tuple
+            return f"{one} | Sequence[{one}]" if single else f"Sequence[{one}]"
         case t if isinstance(t, type) and issubclass(t, Mapping):
             return "Mapping[str, Any]"
     return "Any"

@@ -1,9 +1,12 @@
 """``rollout.lag`` on several ranks: exchanges of the background do not meet those of the training."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from cohort.errors import RewardError
+from cohort.runs import load_rollout
 from tests.parallel.launching import on_ranks
 from tests.parallel.runs import precise
 from tests.parallel.test_runs import drawn, same_metrics
@@ -54,3 +57,54 @@ def run_failing(folder):
         list(trainer.steps())
     trainer.world.close()
     return str(error.value)
+
+
+@pytest.mark.ranks
+def test_a_stop_on_one_rank_cancels_what_all_sample_beside_the_training(tmp_path):
+    """The run that goes on has the metrics and weights of one that was not stopped."""
+    for straight, resumed in on_ranks(2, run_stopped, tmp_path):
+        assert straight[1] == resumed[1]
+        for name, value in straight[0].items():
+            np.testing.assert_array_equal(resumed[0][name], value, err_msg=name)
+
+
+def run_stopped(folder):
+    """Rank 1 asks for the stop while it samples the third rollout."""
+    from cohort.errors import Stopped
+    from tests.conftest import tiny_llama
+    from tests.parallel.runs import REWARDS, tokenizer
+    from tests.train.harness import make_trainer, parameters, untimed_metrics_of
+
+    def make(name):
+        model = tiny_llama(vocab_size=len(tokenizer()), hidden_size=64)  # completions have the same bits alone
+        settings = {"lag": 1, "max_steps": 4, "save_steps": 0, "minibatches": 2}
+        return make_trainer(tokenizer(), folder / name, model, rewards=REWARDS, **settings)
+
+    def found(trainer, name):
+        weights = {name: value.numpy() for name, value in parameters(trainer).items()}
+        lines = untimed_metrics_of(folder / name)
+        return weights, [{key: one for key, one in line.items() if not key.startswith("parallel/")} for line in lines]
+
+    straight = make("straight")
+    list(straight.steps())
+    stopped, calls = make("run"), []
+    real = stopped.engine.backend.step
+
+    def step(tokens):
+        if threading.current_thread().name == "rollout-2":
+            calls.append(1)
+            if len(calls) == 5 and stopped.world.rank == 1:
+                stopped.stop()
+        return real(tokens)
+
+    stopped.engine.backend.step = step
+    with pytest.raises(Stopped):
+        list(stopped.steps())
+    state = next((folder / "run" / "checkpoints").glob("step-*")) / "state"
+    kept = load_rollout(state / "rollout-2").facts
+    assert "samples" not in kept or sum(map(len, kept["samples"])) < 16
+    resumed = make("run")
+    list(resumed.steps(resume=True))
+    both = found(straight, "straight"), found(resumed, "run")
+    resumed.world.close()
+    return both

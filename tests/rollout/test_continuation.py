@@ -8,7 +8,7 @@ import torch
 from cohort.errors import ConfigError, DataError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, Request, RNGKey, Sampling, Watch
-from cohort.rollout.generic import RecomputeBackend
+from cohort.rollout.generic import RecomputeBackend, StaticBackend
 from cohort.types import FinishReason, Prompt
 from tests.conftest import telling, tiny_llama
 from tests.rollout import test_generic, test_lean
@@ -32,6 +32,8 @@ def engine_of(backend, **settings):
     else:
         model = test_lean.made("gemma3") if backend == "windows" else tiny_llama()
     engine = LocalEngine(Policy(model.to(dtype), Precision(dtype, compute)), LetterTokenizer(), (1,), **settings)
+    if backend == "equal lengths":
+        engine.backend = StaticBackend(engine.policy, mixed_lengths=False)
     if backend == "recompute":
         engine.backend = RecomputeBackend(engine.policy)
     return engine

@@ -13,7 +13,7 @@ from cohort.errors import ConfigError, DataError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
 from cohort.rollout.cache import round_up
-from cohort.rollout.generic import RecomputeBackend
+from cohort.rollout.generic import RecomputeBackend, StaticBackend
 from cohort.rollout.grammar import _byte_letters
 from cohort.rollout.lean import LeanBackend
 from cohort.types import FinishReason, Prompt
@@ -53,6 +53,8 @@ def _engine(policy, ends):
     engine = LocalEngine(policy, LetterTokenizer(), ends)
     if _WAYS[policy] == "no cache":
         engine.backend = RecomputeBackend(policy)
+    if _WAYS[policy] == "equal lengths":  # what sparse models need, whose choices of keys would depend on rounding
+        engine.backend = StaticBackend(policy, mixed_lengths=False)
     return engine
 
 

@@ -168,6 +168,8 @@ def made(family):
     torch.manual_seed(0)
     settings = FAMILIES[family][0]
     config = small_config(family) if settings is None else AutoConfig.for_model(family.split()[0], **settings)
+    if family == "glm_moe_dsa":
+        config.index_topk = 64  # all: the padding token, whose embedding is 0, would like all keys equally
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that are not installed
         return AutoModelForCausalLM.from_config(config)

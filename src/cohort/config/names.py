@@ -67,7 +67,7 @@ class SettingNames(TypedDict, total=False):
     lag: int
     cache_tokens: int | None
     vllm: Mapping[str, Any] | Section
-    url: Sequence[str]
+    url: str | Sequence[str]
     request_timeout: float
     startup_timeout: float
     start: bool
@@ -194,7 +194,10 @@ class SettingNames(TypedDict, total=False):
     log_completions: bool
     store_steps: int
     store_groups: int
-    trackers: Sequence[Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]]
+    trackers: (
+        Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
+        | Sequence[Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]]
+    )
     tracker_project: str | None
     skip_checks: Sequence[str]
     thresholds: Any

@@ -206,7 +206,7 @@ class Ahead:
         facts, scores = stored.facts, stored.scores
         assert scores is not None
         rollout = Rollout(list(stored.groups), scores, facts["is_used"], facts["rounds"])
-        one = cls(step, facts["weights_step"], lambda _: Sampled(rollout, facts["seconds"], facts["metrics"]))
+        one = cls(step, int(facts["weights_step"]), lambda _: Sampled(rollout, facts["seconds"], facts["metrics"]))
         one._run(nullcontext())
         one.in_background = facts.get("in_background", True)
         return one

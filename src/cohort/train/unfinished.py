@@ -116,7 +116,8 @@ class Unfinished:
         if stored.scores is not None:
             rounds = Rollout(list(stored.groups[:whole]), stored.scores, facts["is_used"], facts["rounds"])
         members = {name: facts[name] for name in ("samples", "calls", "drawn", "metrics")}
-        members |= {name: facts.get(name) for name in ("weights_step", "version")}
+        given = {name: facts.get(name) for name in ("weights_step", "version")}
+        members |= {name: None if number is None else int(number) for name, number in given.items()}
         return cls(rounds, stored.groups[whole:], **members)
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.policy import Policy, Precision
@@ -49,10 +50,16 @@ class Table(torch.nn.Module):
         for prompt in range(WORDS, VOCABULARY):
             table[prompt, right_word(prompt)] = known
         self.table = torch.nn.Parameter(table)
+        self.config = PretrainedConfig()
 
     def rows(self):
         """The logits after each token."""
         return self.table
+
+    def get_output_embeddings(self):
+        return SimpleNamespace(weight=self.table)
+
+    get_input_embeddings = get_output_embeddings
 
     def forward(self, input_ids, use_cache=False, **_):
         return SimpleNamespace(logits=self.rows()[input_ids])
