@@ -205,9 +205,9 @@ def _with_state(function: Callable[..., Any], trainer: Callable[[], Any]) -> Cal
     async def awaited(*args: Any, **columns: Any) -> Any:
         return await function(*args, **own(columns))
 
-    found: Any = awaited if is_async(function) else plain
+    found = awaited if is_async(function) else plain
     found.__name__ = getattr(function, "__name__", type(function).__name__)
-    found.recorded_as = function  # the run's settings name the script's function
+    vars(found)["recorded_as"] = function  # the run's settings name the script's function
     return found
 
 
