@@ -44,7 +44,7 @@ INSTEAD = {
     "vllm_client": "set use_vllm of GRPOConfig",
     "vllm_generation": "set use_vllm of GRPOConfig",
 }
-"""What to use for an attribute of TRL's trainer. For one with the name of an argument, that is ``trainer.args.NAME``."""
+"""What to use for attributes of TRL's trainer. For those with the name of an argument, it is ``trainer.args.NAME``."""
 
 
 def absent_attribute(trainer: Any, name: str) -> Any:
