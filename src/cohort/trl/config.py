@@ -180,8 +180,9 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # it leaves weights empty on all ranks but the first
-        if isinstance(self.scale_rewards, int):  # a bool, as in older versions
-            self.scale_rewards = "group" if self.scale_rewards else "none"
+        scale: Any = self.scale_rewards
+        if isinstance(scale, bool):  # as in older versions
+            self.scale_rewards = "group" if scale else "none"
         batch = Batch.of(self, self.world_size)
         self.steps_per_generation, self.generation_batch_size = batch.steps_per_generation, batch.generation_batch_size
         self._made = {field.name: getattr(self, field.name) for field in fields(self)}
