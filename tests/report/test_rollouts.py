@@ -127,6 +127,17 @@ def test_metadata_that_cannot_be_read(tmp_path, metadata, message):
         StoredStep.read(tmp_path / "step-1.parquet")
 
 
+def test_a_file_that_claims_another_number_of_rows(tmp_path):
+    """Its rows stood beside the wrong ones of the same length."""
+    path = written(tmp_path)
+    content = path.read_bytes()
+    rows = b"\x16\x06\x19"  # in the footer: 3 rows, as a number of Thrift, before the list of row groups
+    assert content.count(rows) == 1
+    path.write_bytes(content.replace(rows, b"\x16\x08\x19"))
+    with pytest.raises(RunFolderError, match="it says that it has 4 rows, and 3 can be read"):
+        StoredStep.read(path)
+
+
 def test_a_small_file_that_claims_to_be_large(tmp_path):
     """A million equal lists take a few bytes in the file."""
     lists = pyarrow.ListArray.from_arrays(np.arange(0, 2**20 + 1, 2**10, dtype=np.int32), np.zeros(2**20))

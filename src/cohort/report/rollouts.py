@@ -124,6 +124,8 @@ class StoredStep:
                 if numbers and not 0 <= numbers[0] <= numbers[-1] < count:
                     raise ValueError(f"row {numbers[-1]} was asked for, and it has {count} rows")
                 table = _read(file, chosen, numbers)
+            if chosen and table.num_rows != len(numbers):
+                raise ValueError(f"it says that it has {count:,} rows, and {table.num_rows:,} can be read")
             _check_values(table, names)
             return cls(path, version, count, tuple(names), numbers, table, facts)
 
