@@ -1,6 +1,7 @@
 """What GRPOTrainer refuses before it loads a model: unknown names, orders that TRL does not have, other kinds."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback, TrainingArguments
@@ -76,6 +77,7 @@ def test_orders_that_trl_does_not_have(args, demo_tokenizer, given, words):
     [
         ({"train_data": ROWS}, ConfigError, "unknown argument 'train_data'; did you mean train_dataset"),
         ({"procesing_class": None}, ConfigError, "did you mean processing_class"),
+        ({"tokenizer": None}, ConfigError, "unknown argument 'tokenizer'; use processing_class"),
         ({"args": TrainingArguments("x", use_cpu=True)}, ConfigError, "args is transformers's TrainingArguments"),
         ({"args": {"max_steps": 1}}, ConfigError, "args is builtins's dict: expected cohort.trl.GRPOConfig"),
         ({"reward_funcs": "accuracy_reward"}, ConfigError, "from cohort.trl.rewards import accuracy_reward"),
@@ -84,6 +86,11 @@ def test_orders_that_trl_does_not_have(args, demo_tokenizer, given, words):
         ({"tools": zero}, ConfigError, "tools: expected a list of functions, got function"),
         ({"environment_factory": 3}, ConfigError, "environment_factory: expected a class or function"),
         ({"train_dataset": None}, DataError, "no training data"),
+        ({"train_dataset": "data/train.jsonl"}, ConfigError, "train_dataset: expected rows, got the name 'data/train"),
+        ({"eval_dataset": Path("test.jsonl")}, ConfigError, "eval_dataset: expected rows, got the name 'test.jsonl'"),
+        ({"eval_dataset": {"aime": "aime"}}, ConfigError, r"eval_dataset\['aime'\]: expected rows, got the name"),
+        ({"train_dataset": {"train": ROWS}}, ConfigError, r"a dict with 'train': pass one of its splits"),
+        ({"train_dataset": [ROWS[0], "a"]}, ConfigError, "each a dict of columns, got a list with 'a'"),
         ({"train_dataset": [{"question": "1+2"}]}, CohortError, "(?s)prompt"),
         ({"reward_funcs": [lambda completions: 1 / 0]}, RewardError, "ZeroDivisionError"),
     ],

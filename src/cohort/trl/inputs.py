@@ -30,11 +30,14 @@ def checked_inputs(init: Callable[..., None]) -> Callable[..., None]:
     def checked(self: Any, *values: Any, **named: Any) -> None:
         for name in named:
             if name not in names:
-                raise ConfigError(f"GRPOTrainer: unknown argument {name!r}{did_you_mean(name, names)}")
+                hint = "; use processing_class" if name == "tokenizer" else did_you_mean(name, names)
+                raise ConfigError(f"GRPOTrainer: unknown argument {name!r}{hint}")
         try:
             given = signature.bind(self, *values, **named).arguments
         except TypeError as error:  # one is missing, too many, or given twice
             raise ConfigError(f"GRPOTrainer: {error}; it takes {', '.join(names)}") from None
+        for name in ("train_dataset", "eval_dataset"):
+            _check_rows(name, given.get(name))
         for name, value in given.items():
             words, fits = KINDS.get(name, ("", _anything))
             if not fits(value):
@@ -67,6 +70,31 @@ def _is_rewards(value: Any) -> bool:
 def _is_rows(value: Any) -> bool:
     other = isinstance(value, PreTrainedTokenizerBase) or _is_arguments(value) or callable(value)
     return not other
+
+
+def _check_rows(name: str, given: Any) -> None:
+    """Check that data is rows, and not the name of data, or its splits.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(given, str | os.PathLike):
+        raise ConfigError(
+            f"{name}: expected rows, got the name {os.fspath(given)!r}: load them in the script, with "
+            f"datasets.load_dataset({os.fspath(given)!r}, split=...)"
+        )
+    if isinstance(given, Mapping) and name == "train_dataset":
+        raise ConfigError(
+            f"{name}: expected rows, got a {type(given).__name__} with {', '.join(map(repr, given)) or 'nothing'}: "
+            "pass one of its splits, as in data['train']"
+        )
+    if isinstance(given, Mapping):
+        for key, one in given.items():
+            _check_rows(f"{name}[{key!r}]", one)
+    elif isinstance(given, list | tuple):
+        other = next((row for row in given if not isinstance(row, Mapping)), None)
+        if other is not None:
+            raise ConfigError(f"{name}: expected rows, each a dict of columns, got a list with {other!r:.80}")
 
 
 def _is_list(value: Any) -> bool:

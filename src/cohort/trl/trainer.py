@@ -41,9 +41,9 @@ from cohort.trl.hub import create_repo, upload, write_card
 from cohort.trl.inputs import checked_inputs
 from cohort.trl.logs import OF_TRANSFORMERS, Window
 from cohort.trl.notice import differences
-from cohort.trl.overrides import check_overrides
+from cohort.trl.overrides import absent_attribute, check_overrides
 from cohort.trl.processes import Processes
-from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate
+from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate, trusts_code
 
 AGAIN = "the same script and train(resume_from_checkpoint=True)"
 """How to continue a run."""
@@ -73,6 +73,7 @@ class GRPOTrainer:
         CohortError: something is wrong that can be known before training. ``ConfigError`` for arguments.
     """
 
+    __getattr__ = absent_attribute
     _tag_names = ("cohort", "grpo")
     is_fsdp_enabled = is_deepspeed_enabled = False
     """Scripts ask before they gather weights themselves. ``save_model`` gathers them here in any layout."""
@@ -109,7 +110,7 @@ class GRPOTrainer:
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
         count = count_prompts(train_dataset)
         batch = Batch.of(args, args.world_size)
-        model_config = read_config(model, trust_remote_code=args.trust_remote_code)
+        model_config = read_config(model, trust_remote_code=trusts_code(args))
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, weakref.ref(self))
         self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()

@@ -115,6 +115,11 @@ def check_args(args: Any) -> None:
     check_refused(args)
 
 
+def trusts_code(args: Any) -> bool:
+    """Whether code that comes with the model may run: by its field, or by ``model_init_kwargs``."""
+    return bool(args.trust_remote_code or (args.model_init_kwargs or {}).get("trust_remote_code"))
+
+
 @contextmanager
 def errors_in_trl_terms() -> Iterator[None]:
     """Errors name TRL's fields in place of Cohort's settings."""
@@ -151,7 +156,7 @@ def _model(args: Any, model_config: Any) -> Settings:
     dtype = str(loading.pop("dtype", None) or loading.pop("torch_dtype", None) or "auto").removeprefix("torch.")
     loading.pop("torch_dtype", None)
     compute = DTYPES[one_of("model_init_kwargs['dtype']", dtype, DTYPES)]
-    trusted = bool(args.trust_remote_code or loading.pop("trust_remote_code", False))
+    loading.pop("trust_remote_code", None)
     if unknown := sorted(set(loading) - set(LOADING)):
         raise ConfigError(
             f"model_init_kwargs has {', '.join(map(repr, unknown))}, which is not supported here: load the model in "
@@ -160,7 +165,7 @@ def _model(args: Any, model_config: Any) -> Settings:
     settings: Settings = {
         "precision": compute or ("bfloat16" if args.bf16 or args.mixed_precision == "bf16" else "float32"),
         "device": "cpu" if args.use_cpu else "auto",
-        "trust_remote_code": trusted,
+        "trust_remote_code": trusts_code(args),
         "gradient_checkpointing": bool(args.gradient_checkpointing) and args.device.type != "cpu",
     }
     if args.cast_lm_head_to_fp32:
