@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cohort.errors import ConfigError
+
 
 class Companion:
     """Goes along with a run: ``GRPOTrainer.steps(companion=...)`` takes an object with these methods. This one does
@@ -23,4 +25,10 @@ class Companion:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` gave to the checkpoint that the run goes on from; empty if it gave nothing."""
+        """Take what ``state_dict`` gave to the checkpoint that the run goes on from; empty if it gave nothing.
+
+        Raises:
+            ConfigError: there is a state, and this companion takes none: the run goes on only with its own.
+        """
+        if state:
+            raise ConfigError("the run was begun with cohort.trl: continue it with the script or command that began it")

@@ -20,11 +20,12 @@ from cohort.errors import FIXABLE, ConfigError, Stopped
 from cohort.parallel import on_main
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
+from cohort.runs import CONTINUED_BY
 from cohort.runs.checkpoints import load_weights
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
-from cohort.trl.checkpoints import check_resumable, link, note_best, note_best_checkpoint
+from cohort.trl.checkpoints import begin, check_resumable, link, note_best, note_best_checkpoint
 from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import (
     checked_tokenizer,
@@ -42,9 +43,6 @@ from cohort.trl.notice import differences
 from cohort.trl.overrides import check_overrides
 from cohort.trl.processes import Processes
 from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate, trusts_code
-
-AGAIN = "the same script and train(resume_from_checkpoint=True)"
-"""How to continue a run."""
 
 
 class GRPOTrainer:
@@ -72,6 +70,8 @@ class GRPOTrainer:
     """
 
     _tag_names = ("cohort", "grpo")
+    begun_by = "cohort.trl"
+    """What begins the run, in its folder; a key of ``cohort.runs.CONTINUED_BY``."""
     is_fsdp_enabled = is_deepspeed_enabled = False
     """Scripts ask before they gather weights themselves. ``save_model`` gathers them here in any layout."""
 
@@ -171,9 +171,10 @@ class GRPOTrainer:
         resume, started = check_resumable(self.args.output_dir, resume_from_checkpoint), time.time()
         if self.is_world_process_zero():
             announce(self._notice)
-        hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
+        hint = with_resume_hint(CONTINUED_BY[self.begun_by], show=self.is_world_process_zero())
         with errors_in_trl_terms(), self.core.obeying_signals(), hint:
             allowed = [key_of_setting(key) for key in allow_changed]
+            begin(self.core, self.begun_by, resume=resume, allowed=allowed)
             steps = self.core.steps(resume=resume, allow_changed=allowed, companion=self._events)
             first = self.state.global_step
             with contextlib.closing(steps), self._state_of_a_stop():

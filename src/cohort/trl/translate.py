@@ -26,6 +26,8 @@ Settings = dict[str, Any]
 SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)})(?:\.\w+)+")
 ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
 """How to resume a changed run, in errors of Cohort."""
+COHORT_RESUME = re.compile(r"'cohort resume [^']*' or (?=train\()")
+"""How to resume a run of Cohort alone."""
 BEST = re.compile(r"(?:eval_)?(?:(.+?)_)?(reward|rewards/.+/mean|completions/mean_length)")
 """A metric of an evaluation, with the name of the set."""
 
@@ -138,6 +140,7 @@ def in_trl_terms(text: str) -> str:
     """
     text = ALLOWING.sub("train(resume_from_checkpoint=True, allow_changed", text)
     text = SETTING.sub(lambda found: " or ".join(setting_fields(found[0])) or found[0], text)
+    text = COHORT_RESUME.sub("", text)
     return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
 
 
