@@ -77,6 +77,7 @@ def test_orders_that_trl_does_not_have(args, demo_tokenizer, given, words):
     [
         ({"train_data": ROWS}, ConfigError, "unknown argument 'train_data'; did you mean train_dataset"),
         ({"procesing_class": None}, ConfigError, "did you mean processing_class"),
+        ({"tokenizer": None}, ConfigError, "unknown argument 'tokenizer'; use processing_class"),
         ({"args": TrainingArguments("x", use_cpu=True)}, ConfigError, "args is transformers's TrainingArguments"),
         ({"args": {"max_steps": 1}}, ConfigError, "args is builtins's dict: expected cohort.trl.GRPOConfig"),
         ({"reward_funcs": "accuracy_reward"}, ConfigError, "from cohort.trl.rewards import accuracy_reward"),

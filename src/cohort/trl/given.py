@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, set_seed
+from transformers.pytorch_utils import Conv1D
 
 from cohort.calls import is_async
 from cohort.config import GRPOConfig
@@ -109,7 +111,15 @@ def _check_adapters(model: Any, peft_config: Any) -> None:
 
 def _with_adapters(model: Any, args: Any, peft_config: Any) -> Any:
     set_seed(args.seed)  # as TRL does: the adapters' initial weights are random
-    return peft_library().get_peft_model(model, peft_config)
+    try:
+        return peft_library().get_peft_model(model, peft_config)
+    except ValueError as error:  # of target_modules, usually: names that the model lacks
+        layers = {
+            name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)
+        }
+        raise ConfigError(
+            f"peft_config: {str(error).rstrip('.')}; the model's linear layers are named {', '.join(sorted(layers))}"
+        ) from error
 
 
 def _loaded(name: str, config: GRPOConfig, quantization_config: Any) -> Any:

@@ -30,7 +30,8 @@ def checked_inputs(init: Callable[..., None]) -> Callable[..., None]:
     def checked(self: Any, *values: Any, **named: Any) -> None:
         for name in named:
             if name not in names:
-                raise ConfigError(f"GRPOTrainer: unknown argument {name!r}{did_you_mean(name, names)}")
+                hint = "; use processing_class" if name == "tokenizer" else did_you_mean(name, names)
+                raise ConfigError(f"GRPOTrainer: unknown argument {name!r}{hint}")
         try:
             given = signature.bind(self, *values, **named).arguments
         except TypeError as error:  # one is missing, too many, or given twice

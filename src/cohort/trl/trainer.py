@@ -40,7 +40,7 @@ from cohort.trl.hub import create_repo, upload, write_card
 from cohort.trl.inputs import checked_inputs
 from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
-from cohort.trl.overrides import check_overrides
+from cohort.trl.overrides import absent_attribute, check_overrides
 from cohort.trl.processes import Processes
 from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate, trusts_code
 
@@ -69,6 +69,7 @@ class GRPOTrainer:
         CohortError: something is wrong that can be known before training. ``ConfigError`` for arguments.
     """
 
+    __getattr__ = absent_attribute
     _tag_names = ("cohort", "grpo")
     begun_by = "cohort.trl"
     """What begins the run, in its folder; a key of ``cohort.runs.CONTINUED_BY``."""
