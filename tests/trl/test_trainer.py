@@ -351,7 +351,7 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_pat
         ({"callbacks": [object()]}, "expected objects or classes of transformers.TrainerCallback, got object"),
         ({"callbacks": Recorder()}, "callbacks: expected a list"),
         ({"optimizers": Recorder()}, "optimizers: expected .*: pass arguments by name"),
-        ({"optimizers": (None, 1)}, "a schedule needs its optimizer"),
+        ({"optimizers": (None, SimpleNamespace(step=print))}, "a schedule needs its optimizer"),
         ({"reward_processing_classes": [None, None]}, "2 entries for 1 reward functions"),
         ({"peft_config": {"r": 4}}, "expected a peft.PeftConfig such as LoraConfig, got dict"),
         ({"quantization_config": SimpleNamespace(quant_method="bitsandbytes")}, "the model is loaded already"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cohort.errors import ConfigError
+from cohort.errors import RunFolderError
 
 
 class Companion:
@@ -28,7 +28,9 @@ class Companion:
         """Take what ``state_dict`` gave to the checkpoint that the run goes on from; empty if it gave nothing.
 
         Raises:
-            ConfigError: there is a state, and this companion takes none: the run goes on only with its own.
+            RunFolderError: there is a state, and this companion takes none: the run goes on only with its own.
         """
         if state:
-            raise ConfigError("the run was begun with cohort.trl: continue it with the script or command that began it")
+            raise RunFolderError(
+                "the run was begun with cohort.trl: continue it with the script or command that began it"
+            )

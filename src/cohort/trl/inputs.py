@@ -102,7 +102,9 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return all(one is None or hasattr(one, method) for one, method in zip(value, ("zero_grad", "step"), strict=True))
 
 
 KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
@@ -115,7 +117,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: _is_list(value) or isinstance(value, PreTrainedTokenizerBase),
     ),
     "callbacks": ("a list of callbacks", _is_list),
-    "optimizers": ("(optimizer, scheduler)", _is_pair),
+    "optimizers": ("(optimizer, scheduler) of torch, or None in place of one", _is_pair),
     "quantization_config": (
         "transformers' configuration of a quantization, such as BitsAndBytesConfig",
         lambda value: value is None or hasattr(value, "quant_method"),

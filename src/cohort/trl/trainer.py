@@ -24,7 +24,7 @@ from cohort.runs import CONTINUED_BY
 from cohort.runs.checkpoints import load_weights
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
-from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
+from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of
 from cohort.trl.checkpoints import begin, check_resumable, link, note_best, note_best_checkpoint
 from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import (
@@ -133,7 +133,7 @@ class GRPOTrainer:
         window, optimizer = Window(config), self.core.optimizer
         callbacks = [*(callbacks or ()), CompletionTables(shown)]
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
-        self.hub_model_id = create_repo(args) if args.push_to_hub and self.is_world_process_zero() else None
+        self.hub_model_id = on_main(self.core.world, lambda: create_repo(args)) if args.push_to_hub else None
         steps = batch.max_steps(args, count)
         per_epoch = batch.updates_per_epoch(count) if count else steps
         self._events = Events(self, window, batch.updates_per_rollout, per_epoch)
@@ -387,6 +387,7 @@ def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any
         )
     for callback in callbacks or ():
         check_callback(callback, args)
+    check_trackers(args.report_to)
     if optimizers[0] is None and optimizers[1] is not None:
         raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:

@@ -23,13 +23,38 @@ from cohort.trl.layout import layout_of
 from cohort.trl.objective import objective_settings, one_of
 
 Settings = dict[str, Any]
-SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)})(?:\.\w+)+")
+SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)}|trust_region|mismatch\[\d+\]|entropy)(?:\.\w+)+")
+"""A setting of Cohort in a text."""
 ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
 """How to resume a changed run, in errors of Cohort."""
 COHORT_RESUME = re.compile(r"'cohort resume [^']*' or (?=train\()")
 """How to resume a run of Cohort alone."""
 BEST = re.compile(r"(?:eval_)?(?:(.+?)_)?(reward|rewards/.+/mean|completions/mean_length)")
 """A metric of an evaluation, with the name of the set."""
+INSTEAD = {
+    "data.chat_template": "processing_class.chat_template",
+    "data.train": "train_dataset",
+    "data.eval": "eval_dataset",
+    "model.path": "model",
+    "reward.functions": "reward_funcs",
+    "environment.tools": "tools",
+    "environment.factory": "environment_factory",
+    "run.num_epochs": "num_train_epochs",
+    "run.max_steps": "max_steps",
+    "trust_region.tau_positive": "sapo_temperature_pos",
+    "trust_region.tau_negative": "sapo_temperature_neg",
+    "trust_region.k_positive": "vespo_k_pos",
+    "trust_region.k_negative": "vespo_k_neg",
+    "trust_region.lambda_positive": "vespo_lambda_pos",
+    "trust_region.lambda_negative": "vespo_lambda_neg",
+    "entropy.coefficient": "entropy_coef",
+    "entropy.target": "entropy_target",
+    "entropy.step": "entropy_coef_delta",
+    "entropy.minimum": "entropy_coef_min",
+    "entropy.maximum": "entropy_coef_max",
+    "mismatch.threshold": "off_policy_mask_threshold",
+}
+"""What a TRL script has in place of settings of Cohort that no field names alone."""
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
@@ -75,6 +100,7 @@ def translate(
     """
     check_args(args)
     batch = Batch.of(args, world_size)
+    _check_counts(args)
     updates, calls = batch.max_steps(args, num_prompts), args.max_tool_calling_iterations
     group = args.num_generations_eval or args.num_generations
     settings: Settings = {
@@ -101,6 +127,15 @@ def translate(
     }
     with errors_in_trl_terms():
         return GRPOConfig(**settings)
+
+
+def _check_counts(args: Any) -> None:
+    """Check the numbers that the settings are computed from."""
+    length, calls = args.max_completion_length, args.max_tool_calling_iterations
+    if not isinstance(length, int) or length < 1:
+        raise ConfigError(f"max_completion_length must be an integer of at least 1, got {length!r}")
+    if calls is not None and (not isinstance(calls, int) or calls < 0):
+        raise ConfigError(f"max_tool_calling_iterations must be an integer of at least 0, or None, got {calls!r}")
 
 
 def check_args(args: Any) -> None:
@@ -139,9 +174,14 @@ def in_trl_terms(text: str) -> str:
     'max_completion_length must be positive; see optim.microbatch_tokens'
     """
     text = ALLOWING.sub("train(resume_from_checkpoint=True, allow_changed", text)
-    text = SETTING.sub(lambda found: " or ".join(setting_fields(found[0])) or found[0], text)
+    text = SETTING.sub(_in_place_of, text)
     text = COHORT_RESUME.sub("", text)
     return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
+
+
+def _in_place_of(found: re.Match[str]) -> str:
+    name = re.sub(r"\[\d+\]|\.\d+$", "", found[0])  # of an entry of a list
+    return " or ".join(setting_fields(name)) or INSTEAD.get(name, found[0])
 
 
 def key_of_setting(name: str) -> str:
@@ -210,9 +250,20 @@ def _rollout(args: Any) -> Settings:
                 f"supported: {', '.join(SAMPLING)}"
             )
         key = SAMPLING[name]
-        texts = key == "stop" and not isinstance(value, str)
-        settings[key] = tuple(value) if texts else (value,) if key == "stop" else value
+        if key == "max_completion_length" and value != args.max_completion_length:
+            raise ConfigError(
+                f"generation_kwargs[{name!r}] is {value!r}, and max_completion_length {args.max_completion_length}, "
+                "which the loss may divide by: set the length as max_completion_length alone"
+            )
+        settings[key] = _texts(name, value) if key == "stop" else value
     return settings
+
+
+def _texts(name: str, given: Any) -> tuple[str, ...]:
+    found = (given,) if isinstance(given, str) else given
+    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"generation_kwargs[{name!r}] must be a text or a list of texts, got {given!r:.80}")
+    return tuple(found)
 
 
 def _vllm(args: Any, world_size: int) -> Settings:
