@@ -71,8 +71,7 @@ class GRPOTrainer:
 
     __getattr__ = absent_attribute
     _tag_names = ("cohort", "grpo")
-    begun_by = "cohort.trl"
-    """What begins the run, in its folder; a key of ``cohort.runs.CONTINUED_BY``."""
+    begun_by = "cohort.trl"  # what begins the run: a key of cohort.runs.CONTINUED_BY
     is_fsdp_enabled = is_deepspeed_enabled = False
     """Scripts ask before they gather weights themselves. ``save_model`` gathers them here in any layout."""
 
