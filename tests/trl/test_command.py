@@ -114,9 +114,9 @@ def test_a_stopped_run_goes_on(data, capsys, monkeypatch):
     (data / "run" / "train.log").write_text("mine", encoding="utf-8")
     command, evaluated = ["--config", "recipe.yaml"], GRPOTrainer._end_rollout
 
-    def stopping(self, metrics):
+    def stopping(self, *given):
         self.core.stop()
-        return evaluated(self, metrics)
+        return evaluated(self, *given)
 
     with monkeypatch.context() as patch:
         patch.setattr(GRPOTrainer, "_end_rollout", stopping)
