@@ -86,6 +86,11 @@ class Host:
         self._live: dict[Hashable, _Live] = {}
         self._closing: set[Future[Ended]] = set()
         self._open = False
+        # Exit functions run in reverse order. All finalizers, which stop worker processes, are one exit function,
+        # registered with the first: now at the latest, so that environments are closed before it runs. The steps of a
+        # run, which begin later, end before that.
+        weakref.finalize(self, bool)
+        atexit.register(_close, weakref.ref(self))
 
     def tools(self, row: Mapping[str, Any]) -> Toolbox:
         """The tools that the policy can call in an episode of a row: those of the settings that the row allows, and the
@@ -115,12 +120,7 @@ class Host:
             DataError: the row names a tool or an environment that does not exist, or lacks a column.
         """
         assert episode not in self._live, f"episode {episode} has begun already"
-        if not self._open:
-            self._open = True
-            # Exit functions run in reverse order. All finalizers, which stop worker processes, are one exit function,
-            # registered with the first: now at the latest, so that environments are closed before it runs.
-            weakref.finalize(self, bool)
-            atexit.register(self.close)
+        self._open = True
         row, shape = prompt.columns, choose(self._shapes, prompt.columns)
         live = _Live(self.tools(row), shape, next(_numbers))
         if shape is None:
@@ -179,7 +179,6 @@ class Host:
             self._calls.close()
             for home in self._homes:
                 home.close()
-            atexit.unregister(self.close)
 
     def check(self) -> None:
         """Check that the event loop reacts within ``call_timeout``; for when nothing has been answered for that long.
@@ -398,3 +397,8 @@ def _gather(futures: Sequence[Future[Any]], join: Callable[[list[Any]], Any]) ->
 def _as_answer(turn: ParsedTurn, results: Sequence[tuple[str, bool]]) -> Answer:
     messages = turn.answers([text for text, _ in results])
     return Answer(messages, calls=len(results), failed_calls=sum(failed for _, failed in results))
+
+
+def _close(host: weakref.ref[Host]) -> None:
+    if (alive := host()) is not None and alive._open:
+        alive.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -50,10 +52,20 @@ def closed_on_error(folder: RunFolder) -> Iterator[None]:
 
 
 def closing(folder: RunFolder, steps: Iterable[T]) -> Generator[T]:
-    """The steps of a run, after which its folder is closed, however they end: also if they never begin."""
+    """The steps of a run, after which its folder is closed, however they end: also if they never begin, and when the
+    interpreter exits before."""
     closed = _closed_after(folder, steps)
     next(closed)  # enters the block: a generator that is not in it is closed without leaving it
+    # Exit functions run in reverse order. All finalizers, which stop worker processes, are one exit function,
+    # registered with the first: now at the latest, so that the run ends before them.
+    weakref.finalize(closed, bool)
+    atexit.register(_close, weakref.ref(closed))
     return closed
+
+
+def _close(steps: weakref.ref[Generator[Any]]) -> None:
+    if (alive := steps()) is not None:
+        alive.close()
 
 
 def _closed_after(folder: RunFolder, steps: Iterable[Any]) -> Generator[Any]:
