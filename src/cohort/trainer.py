@@ -148,7 +148,7 @@ class GRPOTrainer:
             config.data, context_length(self._model_config), config.rollout.max_completion_length
         )
         if self.acting:
-            ends = end_token_ids(model, self.tokenizer)
+            ends = end_token_ids(model, self.tokenizer, trust_remote_code=config.model.trust_remote_code)
             self._turn_format = self.acting.turn_format(self.tokenizer, ends, config.data.chat_template_kwargs)
         prompts = self._prompt_set(data)
         self.evaluator = self._evaluator(eval_data) if eval_data else None
@@ -170,7 +170,8 @@ class GRPOTrainer:
         self.engine = self._engine_setup.engine(self.policy, self.tokenizer)
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
         self._facts = data_facts(self.prompts, self.rewards, self.acting, config)
-        self._facts |= model_facts(self.policy, self._model_config, end_token_ids(model, self.tokenizer), self.world)
+        ends = end_token_ids(model, self.tokenizer, trust_remote_code=config.model.trust_remote_code)
+        self._facts |= model_facts(self.policy, self._model_config, ends, self.world)
 
     @property
     def sampler(self) -> Sampler:

@@ -178,6 +178,16 @@ def test_all_unknown_settings_are_named_at_once(tmp_path):
         load(tmp_path, "epochs = 3\n[optimizer]\nlr = 1\n")
 
 
+def test_a_list_that_is_given_twice_is_an_error():
+    """A training on the second reward alone does not show that the first was dropped."""
+    twice = ["--reward.functions", "a.py:f", "--reward.functions", "think_format"]
+    with pytest.raises(ConfigError, match=r"given twice, .* as '\[\"a.py:f\", \"think_format\"\]'"):
+        apply_overrides({}, twice)
+    assert apply_overrides({}, twice[:2] * 2).reward.functions == ("a.py:f",)
+    assert apply_overrides({}, ["--reward.weights", "none", "--reward.weights", "[1]"]).reward.weights == (1.0,)
+    assert apply_overrides({}, ["--run.seed", "1", "--run.seed", "2"]).run.seed == 2
+
+
 def test_what_foreign_names_point_to_exists():
     known = set(setting_paths(GRPOConfig).values())
     for name, text in foreign_names().items():

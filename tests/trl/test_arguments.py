@@ -76,6 +76,8 @@ def test_names_that_are_not_there():
         from cohort.trl import SFTTrainer  # noqa: F401
     with pytest.raises(ImportError, match="did you mean GRPOTrainer"):
         _ = cohort.trl.GRPOTrainr
+    with pytest.raises(ImportError, match="cohort.trl has no is_conversational: .* import other names from trl"):
+        from cohort.trl import is_conversational  # noqa: F401
     assert not hasattr(cohort.trl, "__path_hooks__")
 
 

@@ -62,6 +62,8 @@ def test_a_recipe(data, capsys):
         ("--dataset_train_split training", "dataset_train_split = 'training': the data set has train"),
         ("--eval_strategy steps", "dataset_test_split = 'test': the data set has train"),
         ("--load_in_4bit --load_in_8bit", "load_in_8bit and load_in_4bit exclude each other"),
+        ("--dataset_name nowhere/sums", "cannot load the data set 'nowhere/sums'"),
+        ("--dataset_config sums", "cannot load the data set 'sums', name 'sums'"),
         ("sft", "unknown argument 'sft'"),
     ],
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from cohort.train.record import name_of
 from cohort.trl import GRPOConfig
-from cohort.trl.given import of_revision
+from cohort.trl.given import of_revision, reward_functions
+from cohort.trl.translate import translate
 
 
 @pytest.mark.parametrize(
@@ -22,3 +27,32 @@ from cohort.trl.given import of_revision
 def test_a_revision_is_the_folder_of_its_snapshot(model: Any, loading: Any, expected: Any, monkeypatch):
     monkeypatch.setattr("cohort.trl.given.folder_of_revision", lambda name, revision: f"{name}@{revision}")
     assert of_revision(model, GRPOConfig("out", model_init_kwargs=loading)) == expected
+
+
+def takes_all(completions, scale=1, **columns):
+    return [scale, columns["trainer_state"], columns["answer"]]
+
+
+def test_a_reward_function_gets_the_state_of_transformers():
+    """Named or among ``**kwargs``, also of a partial, whose bound arguments keep their values."""
+
+    def named(completions, trainer_state):
+        return trainer_state
+
+    async def awaited(completions, **columns):
+        return columns["trainer_state"]
+
+    def without(completions):
+        return None
+
+    trainer = SimpleNamespace(state="transformers'")
+    config = translate(GRPOConfig("out", use_cpu=True), num_prompts=100)
+    given = [takes_all, partial(takes_all, scale=2), named, awaited, without]
+    plain, bound, *found, last = reward_functions(given, None, config, lambda: trainer)
+    columns = {"completions": [], "trainer_state": "Cohort's", "answer": "3"}
+    assert plain(**columns) == [1, "transformers'", "3"]
+    assert bound(**columns) == [2, "transformers'", "3"]
+    assert found[0](completions=[], trainer_state="Cohort's") == "transformers'"
+    assert asyncio.run(found[1](completions=[], trainer_state="Cohort's")) == "transformers'"
+    assert last is without
+    assert (name_of(plain), name_of(bound)) == (name_of(takes_all), name_of(given[1])) != (None, None)

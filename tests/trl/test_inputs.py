@@ -1,12 +1,14 @@
 """What GRPOTrainer refuses before it loads a model: unknown names, orders that TRL does not have, other kinds."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback, TrainingArguments
 
 from cohort.errors import CohortError, ConfigError, DataError, RewardError
 from cohort.trl import GRPOConfig, GRPOTrainer
+from cohort.trl.hub import create_repo
 from tests.conftest import DEMO_MODEL
 
 MODEL = str(DEMO_MODEL)
@@ -76,14 +78,21 @@ def test_orders_that_trl_does_not_have(args, demo_tokenizer, given, words):
     [
         ({"train_data": ROWS}, ConfigError, "unknown argument 'train_data'; did you mean train_dataset"),
         ({"procesing_class": None}, ConfigError, "did you mean processing_class"),
+        ({"tokenizer": None}, ConfigError, "unknown argument 'tokenizer'; use processing_class"),
         ({"args": TrainingArguments("x", use_cpu=True)}, ConfigError, "args is transformers's TrainingArguments"),
         ({"args": {"max_steps": 1}}, ConfigError, "args is builtins's dict: expected cohort.trl.GRPOConfig"),
         ({"reward_funcs": "accuracy_reward"}, ConfigError, "from cohort.trl.rewards import accuracy_reward"),
         ({"rollout_func": zero}, ConfigError, "rollout_func is not supported here"),
         ({"peft_config": {"r": 8}}, ConfigError, "peft_config: expected a peft.PeftConfig"),
         ({"tools": zero}, ConfigError, "tools: expected a list of functions, got function"),
+        ({"optimizers": ("a", None)}, ConfigError, "optimizers: expected .*of torch"),
         ({"environment_factory": 3}, ConfigError, "environment_factory: expected a class or function"),
         ({"train_dataset": None}, DataError, "no training data"),
+        ({"train_dataset": "data/train.jsonl"}, ConfigError, "train_dataset: expected rows, got the name 'data/train"),
+        ({"eval_dataset": Path("test.jsonl")}, ConfigError, "eval_dataset: expected rows, got the name 'test.jsonl'"),
+        ({"eval_dataset": {"aime": "aime"}}, ConfigError, r"eval_dataset\['aime'\]: expected rows, got the name"),
+        ({"train_dataset": {"train": ROWS}}, ConfigError, r"a dict with 'train': pass one of its splits"),
+        ({"train_dataset": [ROWS[0], "a"]}, ConfigError, "each a dict of columns, got a list with 'a'"),
         ({"train_dataset": [{"question": "1+2"}]}, CohortError, "(?s)prompt"),
         ({"reward_funcs": [lambda completions: 1 / 0]}, RewardError, "ZeroDivisionError"),
     ],
@@ -107,3 +116,23 @@ def test_the_config_of_trl_is_refused(args, demo_tokenizer, tmp_path):
         theirs = trl.GRPOConfig(str(tmp_path), use_cpu=True)
     with pytest.raises(ConfigError, match=r"args is trl's GRPOConfig: expected cohort.trl.GRPOConfig"):
         GRPOTrainer(MODEL, zero, theirs, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("tensorbord", "got 'tensorbord'; did you mean tensorboard"), ("wandb", "report_to: 'wandb' is not installed")],
+)
+def test_trackers_are_checked_before_the_model_is_loaded(args, name, words, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: False)
+    args.report_to = [name]
+    with pytest.raises(ConfigError, match=words):
+        GRPOTrainer(MODEL, zero, args, ROWS)
+
+
+def test_a_hub_that_refuses_is_an_error_of_the_arguments(args, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("401 Client Error")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+    with pytest.raises(ConfigError, match="cannot make the repository 'run' on the hub: 401 Client Error. Log in"):
+        create_repo(args)

@@ -313,6 +313,16 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_pat
     assert (tmp_path / "lora" / "checkpoint-2" / "adapter_model.safetensors").exists()
     assert any(bool(one.any()) for name, one in trainer.model.named_parameters() if "lora_B" in name)
 
+    absent = LoraConfig(target_modules=["q_prj"])
+    with pytest.raises(ConfigError, match=r"peft_config: .*q_prj.* not found .* layers are named .*lm_head.* q_proj"):
+        GRPOTrainer(tiny_llama(), by_tokens, args, ROWS, processing_class=demo_tokenizer, peft_config=absent)
+    for name, words in (
+        ("_metrics", "its parameter log_metric"),
+        ("num_generations", "it is trainer.args.num_generations"),
+        ("training_step", "does not work by TRL's methods"),
+    ):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}': .*{words}"):
+            getattr(trainer, name)
     model = get_peft_model(tiny_llama(vocab_size=len(demo_tokenizer)), lora())
     with pytest.raises(ConfigError, match="the model has adapters"):
         GRPOTrainer(model, with_state, trainer.args, ROWS, processing_class=demo_tokenizer, peft_config=lora())
@@ -341,7 +351,7 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_pat
         ({"callbacks": [object()]}, "expected objects or classes of transformers.TrainerCallback, got object"),
         ({"callbacks": Recorder()}, "callbacks: expected a list"),
         ({"optimizers": Recorder()}, "optimizers: expected .*: pass arguments by name"),
-        ({"optimizers": (None, 1)}, "a schedule needs its optimizer"),
+        ({"optimizers": (None, SimpleNamespace(step=print))}, "a schedule needs its optimizer"),
         ({"reward_processing_classes": [None, None]}, "2 entries for 1 reward functions"),
         ({"peft_config": {"r": 4}}, "expected a peft.PeftConfig such as LoraConfig, got dict"),
         ({"quantization_config": SimpleNamespace(quant_method="bitsandbytes")}, "the model is loaded already"),

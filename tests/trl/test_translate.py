@@ -18,9 +18,10 @@ from cohort.presets.parts import KL, BatchStd, EntropyBonus, GroupStd, MismatchW
 from cohort.presets.trust_regions import SAPO, Cap, Gamma, PPOClip
 from cohort.trl import GRPOConfig
 from cohort.trl.batch import Batch
+from cohort.trl.fields import FIELDS
 from cohort.trl.layout import layout_of
-from cohort.trl.notice import differences
-from cohort.trl.translate import translate
+from cohort.trl.notice import GATES, differences
+from cohort.trl.translate import in_trl_terms, translate
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -168,6 +169,17 @@ def test_tool_calls_are_turns():
         ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs has 'num_beams'"),
         ({"model_init_kwargs": {"quantization_config": 1}}, "model_init_kwargs has 'quantization_config'"),
         ({"model_init_kwargs": {"dtype": "float16"}}, "model_init_kwargs['dtype'] must be one of"),
+        ({"generation_kwargs": {"max_new_tokens": 7}}, "set the length as max_completion_length alone"),
+        ({"generation_kwargs": {"stop": 3}}, "generation_kwargs['stop'] must be a text or a list of texts, got 3"),
+        ({"generation_kwargs": [1]}, "generation_kwargs must be a dict or its JSON, got [1]"),
+        ({"model_init_kwargs": ["x"]}, "model_init_kwargs must be a dict or its JSON, got ['x']"),
+        ({"scale_rewards": ["a"]}, "scale_rewards must be one of group, batch, none, got ['a']"),
+        ({"save_total_limit": "x"}, "save_total_limit must be a number, got 'x'"),
+        ({"max_tool_calling_iterations": -1}, "max_tool_calling_iterations must be an integer of at least 0, or None"),
+        ({"max_completion_length": None}, "max_completion_length must be an integer of at least 1, got None"),
+        ({"loss_type": "sapo", "sapo_temperature_pos": -1}, "sapo_temperature_pos: expected a number above 0"),
+        ({"off_policy_mask_threshold": -1}, "off_policy_mask_threshold: expected a number of at least 0"),
+        ({"use_adaptive_entropy": True, "entropy_coef_min": 2}, "entropy_coef_max (1) is below entropy_coef_min (2)"),
         ({"use_vllm": True, "vllm_mode": "servr"}, "did you mean server"),
         ({"use_vllm": True, "vllm_importance_sampling_clip_max": 0.5}, "must contain 1"),
     ],
@@ -259,3 +271,41 @@ def test_the_start_says_what_differs_in_this_run():
     assert "without effect: use_liger_loss" in several
     assert "not with every checkpoint" in said(push_to_hub=True)
     assert "checkpoint" not in plain
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex (use_vllm is False)"),
+        ({"vllm_guided_decoding_regex": "[0-9]+"}, "vllm_guided_decoding_regex (use_vllm is False)"),
+        ({"loss_type": "sapo", "delta": 3.0}, "delta (loss_type has no second bound)"),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 9, "vllm_model_impl": "transformers"},
+            "vllm_max_model_length, vllm_model_impl (the server of vllm_mode 'server' has its own)",
+        ),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
+            "scale_rewards (multi_objective_aggregation",
+        ),
+        ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, "model_init_kwargs['attn_implementation'] (the"),
+        ({"entropy_target": 0.3}, "entropy_target (use_adaptive_entropy is False)"),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup_ratio (lr_scheduler_type is 'constant')"),
+    ],
+)
+def test_the_start_names_fields_that_others_switch_off(fields: dict[str, Any], words: str):
+    assert f"without effect: {words}" in said(**fields)
+    assert "without effect" not in said(max_completion_length=9, use_vllm=True, vllm_model_impl="transformers")
+
+
+def test_the_gates_name_fields():
+    assert {name for names, _, _ in GATES for name in names} <= set(FIELDS)
+
+
+def test_errors_have_what_a_script_has_in_place_of_a_setting():
+    said = in_trl_terms("raise run.num_epochs or run.max_steps; set data.train, reward.functions or data.chat_template")
+    assert said == (
+        "raise num_train_epochs or max_steps; set train_dataset, reward_funcs or processing_class.chat_template"
+    )
+    assert in_trl_terms("reward.weights.0: a number, mismatch[0].threshold") == (
+        "reward_weights: a number, off_policy_mask_threshold"
+    )

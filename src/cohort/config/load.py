@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,6 +94,7 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
     merged = dict(table)
     parts: list[tuple[str, Any]] = []
     mistakes: list[str] = []
+    lists: dict[str, str] = {}
     for name, text in _pairs(overrides):
         try:
             path, rest, field = _find(name)
@@ -107,9 +109,14 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
             merged = with_value(merged, [*path, *rest], parse_value(text))
         else:
             try:
-                merged = with_value(merged, path, _read(text, field))
+                value = _read(text, field)
             except ValidationError as error:
                 mistakes += explanations(error, GRPOConfig, name)
+                continue
+            merged = with_value(merged, path, value)
+            if isinstance(value, tuple) and lists.setdefault(name, text) != text:
+                both = ", ".join(json.dumps(one) for one in (lists[name], text))
+                mistakes.append(f"--{name} is given twice, which would drop the first: give the list, as '[{both}]'")
     if parts:
         merged["objective"] = _with_parts(merged.get("objective", {}), nested(parts))
     try:

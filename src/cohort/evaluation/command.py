@@ -286,7 +286,8 @@ def _subject(
     config = read_config(path, trust_remote_code=settings.model.trust_remote_code)
     sampler = None
     if acting:
-        ends, variables = end_token_ids(path, tokenizer), settings.data.chat_template_kwargs
+        ends = end_token_ids(path, tokenizer, trust_remote_code=settings.model.trust_remote_code)
+        variables = settings.data.chat_template_kwargs
         sampler = partial(acting.sampler, turn_format=acting.turn_format(tokenizer, ends, variables))
     evaluator = Evaluator.of(settings, data, rewards, tokenizer, context_length(config), acting)
     return Subject(name, path, note, tokenizer, config, evaluator, sampler)

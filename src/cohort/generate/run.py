@@ -61,7 +61,7 @@ class Job:
         self.tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
         self.turn_format: TurnFormat | None = None
         if self.acting:
-            ends = end_token_ids(request.model, self.tokenizer)
+            ends = end_token_ids(request.model, self.tokenizer, trust_remote_code=request.trust_remote_code)
             self.turn_format = self.acting.turn_format(self.tokenizer, ends)
         self.prompts = render(request, self.rows, self.tokenizer, self.acting)
         self.config = read_config(request.model, trust_remote_code=request.trust_remote_code)

@@ -20,10 +20,10 @@ class DeferredModel:
     """Returns the model of transformers or peft."""
 
     @classmethod
-    def of(cls, path: str, load: Callable[[], Any]) -> DeferredModel:
+    def of(cls, path: str, load: Callable[[], Any], *, trust_remote_code: bool = False) -> DeferredModel:
         """A model in a folder or of a hub id, whose configs are read now.
 
         Raises:
             ModelError: there is no such model.
         """
-        return cls(*read_configs(path), load)
+        return cls(*read_configs(path, trust_remote_code=trust_remote_code), load)

@@ -267,18 +267,21 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def end_token_ids(model: Any, tokenizer: Any, *, trust_remote_code: bool = False) -> tuple[int, ...]:
     """All tokens that end a completion: those of the generation config, the model config and the tokenizer.
 
     Args:
         model: a loaded model, or a folder or hub id, whose configs are read.
         tokenizer: its tokenizer.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         ModelError: a config cannot be read, or names something else than tokens.
     """
     found: set[int] = set()
-    for holder in (*(read_configs(model) if isinstance(model, str) else _configs_of(model)), tokenizer):
+    is_name = isinstance(model, str)
+    configs = read_configs(model, trust_remote_code=trust_remote_code) if is_name else _configs_of(model)
+    for holder in (*configs, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
         listed = [ids] if isinstance(ids, int) else ids or []
         if not isinstance(listed, list | tuple) or not all(isinstance(one, int) for one in listed):
@@ -291,7 +294,7 @@ def _configs_of(model: Any) -> tuple[Any, Any]:
     return getattr(model, "generation_config", None), getattr(model, "config", None)
 
 
-def read_configs(name: str) -> tuple[Any, Any]:
+def read_configs(name: str, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """The generation config of a folder or hub id, None if there is none, and the config; see ``read_config``."""
     from transformers import GenerationConfig
 
@@ -303,7 +306,7 @@ def read_configs(name: str) -> tuple[Any, Any]:
     elif (Path(path) / "generation_config.json").is_file():
         with _errors(f"cannot read the generation config of {name!r}", path):
             found = GenerationConfig.from_pretrained(path)
-    return found, read_config(name)
+    return found, read_config(name, trust_remote_code=trust_remote_code)
 
 
 def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:

@@ -203,11 +203,3 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
                 f"model.router_aux_loss_coef needs packed completions, and here: {policy.passes.description}"
             )
     return policy
-
-
-def _trial_logits(policy: Policy) -> torch.Tensor:
-    """Logits of a forward pass in the update's mode."""
-    ids = torch.arange(3, device=policy.device)[None]
-    with torch.random.fork_rng(), policy.training(), policy.compute():
-        logits: torch.Tensor = policy.model(input_ids=ids, use_cache=False).logits
-    return logits

@@ -80,6 +80,7 @@ def name_of(function: Any) -> str | None:
 
 
 def _plain_name(function: Any) -> str | None:
+    function = getattr(function, "recorded_as", function)  # of a wrapper that the trainer of TRL's scripts made
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     found = sys.modules.get(str(module))
     file = getattr(found, "__file__", None) or ""

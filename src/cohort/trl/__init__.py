@@ -47,7 +47,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(f"cohort.trl.{_MODULES[name]}"), name)
-    if not name[0].isupper():  # a submodule, or what a tool asks any module for
+    if name.startswith("_") or importlib.util.find_spec(f"cohort.trl.{name}"):  # what a tool asks for; a submodule
         raise AttributeError(f"module 'cohort.trl' has no attribute {name!r}")
     # Of an AttributeError, ``from cohort.trl import name`` would not show the message.
     raise ImportError(

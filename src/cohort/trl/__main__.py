@@ -23,6 +23,7 @@ from cohort.trl.arguments import (
     get_dataset,
     get_peft_config,
     get_quantization_config,
+    load_named,
 )
 from cohort.trl.parser import TrlParser
 
@@ -88,15 +89,12 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig, *, evaluat
 
     Raises:
         ConfigError: no data set is named, or a split does not exist.
+        DataError: the data set cannot be loaded.
     """
-    import datasets
-
     if mixture.datasets:
         splits = get_dataset(mixture)
     elif script.dataset_name:
-        splits = datasets.load_dataset(
-            script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
-        )
+        splits = load_named(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
     else:
         raise ConfigError("no data: set --dataset_name, or list data sets under 'datasets:' in the --config file")
     for flag in ("dataset_train_split", *(("dataset_test_split",) if evaluated else ())):

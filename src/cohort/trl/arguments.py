@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, DataError
 
 
 @dataclass
@@ -107,6 +108,25 @@ def _dataset_config(given: Any) -> DatasetConfig:
         raise ConfigError(f"a data set of the mixture needs path, and can have {names}; got {given!r:.80}") from None
 
 
+def load_named(path: str, **options: Any) -> Any:
+    """``datasets.load_dataset``.
+
+    Raises:
+        DataError: there is no such data set, configuration or split, or it cannot be read.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(path, **options)
+    except Exception as error:  # datasets raises many kinds
+        detail = next(iter(str(error).splitlines()), type(error).__name__)
+        shown = "".join(f", {key} {options[key]!r}" for key in ("name", "split") if options.get(key))
+        raise DataError(
+            f"cannot load the data set {path!r}{shown} (a name that is no file or folder in {Path.cwd()} is looked up "
+            f"on the Hugging Face hub): {detail}"
+        ) from error
+
+
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     """Load the data sets of a mixture and join them.
 
@@ -119,6 +139,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     Raises:
         ConfigError: there is no data set; some have a fraction and others none; a fraction is not above 0; or the data
             are streamed, which have no length to take a fraction or a split of.
+        DataError: a data set cannot be loaded.
     """
     import datasets
 
@@ -133,7 +154,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     loaded = []
     for part in parts:
         of = {key: getattr(part, key) for key in ("path", "name", "data_dir", "data_files", "split")}
-        rows = datasets.load_dataset(**of, streaming=mixture_config.streaming)
+        rows = load_named(**of, streaming=mixture_config.streaming)
         loaded.append(rows if part.columns is None else rows.select_columns(part.columns))
     if fractions:
         shares = [fraction / sum(fractions) for fraction in fractions]

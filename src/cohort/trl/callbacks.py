@@ -18,7 +18,7 @@ from transformers.trainer_callback import CallbackHandler as Handler
 from transformers.trainer_callback import DefaultFlowCallback as DefaultFlow
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, did_you_mean
 from cohort.train import Companion
 from cohort.train.update_metrics import EACH_UPDATE
 from cohort.trl.logs import Window
@@ -65,6 +65,24 @@ def handler_of(
     handler = Handler(own, model, tokenizer, optimizer.rules[0], optimizer.schedules[0])
     handler.add_callback((Printer if args.disable_tqdm else Progress)(window))
     return handler
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check the names of ``report_to``.
+
+    Raises:
+        ConfigError: transformers has no such tracker, or its package is not installed.
+    """
+    from transformers.integrations import integration_utils
+
+    known = integration_utils.INTEGRATION_TO_CALLBACK
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"report_to: expected {', '.join(sorted(known))}, got {name!r}{did_you_mean(name, known)}"
+            )
+        if name not in ("flyte", *integration_utils.get_available_reporting_integrations()):
+            raise ConfigError(f"report_to: {name!r} is not installed: pip install it, or set report_to='none'")
 
 
 def check_callback(callback: Any, args: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
@@ -179,7 +180,9 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # it leaves weights empty on all ranks but the first
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
+        scale: Any = self.scale_rewards
+        if isinstance(scale, bool):  # as in older versions
+            self.scale_rewards = "group" if scale else "none"
         batch = Batch.of(self, self.world_size)
         self.steps_per_generation, self.generation_batch_size = batch.steps_per_generation, batch.generation_batch_size
         self._made = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -234,14 +237,14 @@ def _check_types(args: Any) -> None:
     """
     for field in fields(args):
         value = getattr(args, field.name)
-        is_table = isinstance(value, str) and field.name in TABLES
-        if is_table and value.lstrip().startswith("{"):
+        is_table = value is not None and field.name in TABLES
+        if is_table and isinstance(value, str) and value.lstrip().startswith("{"):
             with suppress(ValueError):
                 value = json.loads(value)
                 setattr(args, field.name, value)
         if is_table and not isinstance(value, dict):
             raise ConfigError(f"{field.name} must be a dict or its JSON, got {value!r:.80}")
-        number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
+        number = field.name in NUMBERS
         allowed = isinstance(value, Real) or (value is None and field.name in NULLABLE)
         if number and field.name in FIELDS and (not allowed or isinstance(value, bool)):
             raise ConfigError(f"{field.name} must be a number, got {value!r:.80}")
@@ -279,6 +282,13 @@ def _naming_unknown(init: Any) -> Any:
 
 NULLABLE = frozenset(field.name for field in fields(GRPOConfig) if "None" in str(field.type))
 """Fields that may be None. transformers' argument parser changes ``field.type``, so this is kept from before."""
+NUMBERS = frozenset(
+    field.name
+    for field in fields(GRPOConfig)
+    if {"int", "float"} >= set(re.findall(r"\w+", str(field.type))) - {"None", "class", "typing", "Optional"} > set()
+    or (isinstance(field.default, int | float) and not isinstance(field.default, bool))
+)
+"""Fields that hold a number."""
 GRPOConfig.__init__ = _naming_unknown(GRPOConfig.__init__)  # type: ignore[method-assign]
 for _field in fields(GRPOConfig):
     if _field.name in GRPOConfig.__annotations__:

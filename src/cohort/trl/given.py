@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, set_seed
+from transformers.pytorch_utils import Conv1D
 
-from cohort.calls import is_async, partial_layers
+from cohort.calls import is_async
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError
 from cohort.policy import (
@@ -89,7 +91,9 @@ def prepared_model(
         loaded = _loaded(model, config, quantization_config) if isinstance(model, str) else model
         return loaded if peft_config is None else _with_adapters(loaded, args, peft_config)
 
-    return DeferredModel.of(model, load) if isinstance(model, str) else load()
+    if not isinstance(model, str):
+        return load()
+    return DeferredModel.of(model, load, trust_remote_code=config.model.trust_remote_code)
 
 
 def _check_adapters(model: Any, peft_config: Any) -> None:
@@ -107,7 +111,15 @@ def _check_adapters(model: Any, peft_config: Any) -> None:
 
 def _with_adapters(model: Any, args: Any, peft_config: Any) -> Any:
     set_seed(args.seed)  # as TRL does: the adapters' initial weights are random
-    return peft_library().get_peft_model(model, peft_config)
+    try:
+        return peft_library().get_peft_model(model, peft_config)
+    except ValueError as error:  # of target_modules, usually: names that the model lacks
+        layers = {
+            name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)
+        }
+        raise ConfigError(
+            f"peft_config: {str(error).rstrip('.')}; the model's linear layers are named {', '.join(sorted(layers))}"
+        ) from error
 
 
 def _loaded(name: str, config: GRPOConfig, quantization_config: Any) -> Any:
@@ -129,8 +141,8 @@ def _loaded(name: str, config: GRPOConfig, quantization_config: Any) -> Any:
 def reward_functions(
     given: Any, tokenizers: Any, config: GRPOConfig, trainer: Callable[[], Any]
 ) -> list[Callable[..., Any]] | None:
-    """The reward functions. Names and models become reward models; a function with a parameter ``trainer_state`` gets
-    transformers' state.
+    """The reward functions. Names and models become reward models; a function with a parameter ``trainer_state``, or
+    with ``**kwargs``, gets transformers' state.
 
     Args:
         given: a function, a name or model of a reward model, or a list of them; None.
@@ -174,27 +186,38 @@ def _reward(function: Any, tokenizer: Any, trainer: Callable[[], Any], device: s
         if not isinstance(function, str | Path) and not hasattr(function, "hf_device_map"):
             function.to(resolve_device(device))
         return RewardModel(function, tokenizer, device=device)
+    if isinstance(function, functools.partial):
+        inner = _reward(function.func, None, trainer, device)
+        return functools.partial(inner, *function.args, **function.keywords)
+    return _with_state(function, trainer) if _takes_state(function) else function
+
+
+def _takes_state(function: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter ``trainer_state``, or takes all that it is given."""
     try:
-        wants_state = "trainer_state" in inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of a built-in function
-        wants_state = False
-    return _with_state(function, trainer) if wants_state else function
+        return False
+    return "trainer_state" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _with_state(function: Callable[..., Any], trainer: Callable[[], Any]) -> Callable[..., Any]:
     """The function with transformers' ``TrainerState``, which counts updates, in place of Cohort's."""
 
+    def own(columns: dict[str, Any]) -> dict[str, Any]:
+        return columns | {"trainer_state": trainer().state} if "trainer_state" in columns else columns
+
     @functools.wraps(function)
     def plain(*args: Any, **columns: Any) -> Any:
-        return function(*args, **columns | {"trainer_state": trainer().state})
+        return function(*args, **own(columns))
 
     @functools.wraps(function)
     async def awaited(*args: Any, **columns: Any) -> Any:
-        return await function(*args, **columns | {"trainer_state": trainer().state})
+        return await function(*args, **own(columns))
 
     found = awaited if is_async(function) else plain
-    inner = partial_layers(function)[-1]
-    found.__name__ = getattr(inner, "__name__", type(inner).__name__)
+    found.__name__ = getattr(function, "__name__", type(function).__name__)
+    vars(found)["recorded_as"] = function  # the run's settings name the script's function
     return found
 
 

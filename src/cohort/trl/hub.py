@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cohort.errors import ConfigError
 from cohort.runs.anew import WRITTEN
 from cohort.trl.checkpoints import PREFIX_CHECKPOINT_DIR
 
@@ -46,11 +47,22 @@ print(generator(messages, max_new_tokens=128, return_full_text=False)[0]["genera
 
 
 def create_repo(args: Any) -> str:
-    """Make the repository of ``hub_model_id``, or of the name of ``output_dir``, unless it exists; return its id."""
+    """Make the repository of ``hub_model_id``, or of the name of ``output_dir``, unless it exists; return its id.
+
+    Raises:
+        ConfigError: the hub cannot be reached, or refuses.
+    """
     from huggingface_hub import HfApi
 
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    repo = HfApi().create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+    try:
+        repo = HfApi().create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
+    except Exception as error:  # of the network, of permissions, of the name
+        detail = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"push_to_hub: cannot make the repository {name!r} on the hub: {detail}. Log in with `hf auth login` or "
+            "set hub_token; or leave push_to_hub unset"
+        ) from error
     return str(repo.repo_id)
 
 

@@ -30,11 +30,14 @@ def checked_inputs(init: Callable[..., None]) -> Callable[..., None]:
     def checked(self: Any, *values: Any, **named: Any) -> None:
         for name in named:
             if name not in names:
-                raise ConfigError(f"GRPOTrainer: unknown argument {name!r}{did_you_mean(name, names)}")
+                hint = "; use processing_class" if name == "tokenizer" else did_you_mean(name, names)
+                raise ConfigError(f"GRPOTrainer: unknown argument {name!r}{hint}")
         try:
             given = signature.bind(self, *values, **named).arguments
         except TypeError as error:  # one is missing, too many, or given twice
             raise ConfigError(f"GRPOTrainer: {error}; it takes {', '.join(names)}") from None
+        for name in ("train_dataset", "eval_dataset"):
+            _check_rows(name, given.get(name))
         for name, value in given.items():
             words, fits = KINDS.get(name, ("", _anything))
             if not fits(value):
@@ -69,12 +72,39 @@ def _is_rows(value: Any) -> bool:
     return not other
 
 
+def _check_rows(name: str, given: Any) -> None:
+    """Check that data is rows, and not the name of data, or its splits.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(given, str | os.PathLike):
+        raise ConfigError(
+            f"{name}: expected rows, got the name {os.fspath(given)!r}: load them in the script, with "
+            f"datasets.load_dataset({os.fspath(given)!r}, split=...)"
+        )
+    if isinstance(given, Mapping) and name == "train_dataset":
+        raise ConfigError(
+            f"{name}: expected rows, got a {type(given).__name__} with {', '.join(map(repr, given)) or 'nothing'}: "
+            "pass one of its splits, as in data['train']"
+        )
+    if isinstance(given, Mapping):
+        for key, one in given.items():
+            _check_rows(f"{name}[{key!r}]", one)
+    elif isinstance(given, list | tuple):
+        other = next((row for row in given if not isinstance(row, Mapping)), None)
+        if other is not None:
+            raise ConfigError(f"{name}: expected rows, each a dict of columns, got a list with {other!r:.80}")
+
+
 def _is_list(value: Any) -> bool:
     return value is None or isinstance(value, list | tuple)
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    return all(one is None or hasattr(one, method) for one, method in zip(value, ("zero_grad", "step"), strict=True))
 
 
 KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
@@ -87,7 +117,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: _is_list(value) or isinstance(value, PreTrainedTokenizerBase),
     ),
     "callbacks": ("a list of callbacks", _is_list),
-    "optimizers": ("(optimizer, scheduler)", _is_pair),
+    "optimizers": ("(optimizer, scheduler) of torch, or None in place of one", _is_pair),
     "quantization_config": (
         "transformers' configuration of a quantization, such as BitsAndBytesConfig",
         lambda value: value is None or hasattr(value, "quant_method"),

@@ -2,11 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cohort.config import GRPOConfig
 from cohort.trl.batch import Batch
-from cohort.trl.fields import FIELDS
+from cohort.trl.fields import FIELDS, RENAMED
+
+ENGINE = ("max_model_length", "tensor_parallel_size", "gpu_memory_utilization", "model_impl")
+ENGINE_OF_COLOCATE = (*(f"vllm_{name}" for name in ENGINE), "vllm_dtype", "vllm_enable_prefix_caching")
+GATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (tuple(name for name in FIELDS if name.startswith("vllm_")), lambda a: a.use_vllm, "use_vllm is False"),
+    (ENGINE_OF_COLOCATE, lambda a: a.vllm_mode != "server", "the server of vllm_mode 'server' has its own"),
+    (
+        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
+        lambda a: a.vllm_mode == "server",
+        "vllm_mode is 'colocate'",
+    ),
+    (
+        tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")),
+        lambda a: a.vllm_importance_sampling_correction and a.loss_type != "vespo",
+        "no vllm_importance_sampling_correction, or that of loss_type 'vespo'",
+    ),
+    (("delta",), lambda a: a.loss_type not in ("cispo", "sapo", "vespo"), "loss_type has no second bound"),
+    (("epsilon",), lambda a: a.loss_type not in ("cispo", "sapo", "vespo"), "loss_type has no lower bound"),
+    (("epsilon_high",), lambda a: a.loss_type not in ("sapo", "vespo"), "loss_type does not clip"),
+    (("importance_sampling_level",), lambda a: a.loss_type != "vespo", "loss_type 'vespo' has its own"),
+    (
+        tuple(name for name in FIELDS if name.startswith("sapo_")),
+        lambda a: a.loss_type == "sapo",
+        "loss_type is not 'sapo'",
+    ),
+    (
+        tuple(name for name in FIELDS if name.startswith("vespo_")),
+        lambda a: a.loss_type == "vespo",
+        "loss_type is not 'vespo'",
+    ),
+    (
+        ("scale_rewards",),
+        lambda a: a.multi_objective_aggregation != "normalize_then_sum",
+        "multi_objective_aggregation 'normalize_then_sum' divides by the standard deviation of a group",
+    ),
+    (
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        lambda a: a.use_adaptive_entropy,
+        "use_adaptive_entropy is False",
+    ),
+    (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda a: a.sync_ref_model, "sync_ref_model is False"),
+    (("use_bias_correction_kl",), lambda a: a.beta != 0, "beta is 0"),
+    (("num_completions_to_print", "log_unique_prompts"), lambda a: a.log_completions, "log_completions is False"),
+    (("metric_for_best_model", "greater_is_better"), lambda a: a.eval_strategy != "no", "eval_strategy is 'no'"),
+    (("warmup_steps", "warmup_ratio"), lambda a: a.lr_scheduler_type != "constant", "lr_scheduler_type is 'constant'"),
+)
+"""Fields; whether other fields let them count; and why they do not, where those do not."""
+UNUSED_KEYS = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
+"""Keys of ``model_init_kwargs`` without effect."""
+
+
+def _closed_gate(args: Any, name: str) -> str | None:
+    """Why a field does not count in this run; None where it counts."""
+    return next((why for names, counts, why in GATES if name in names and not counts(args)), None)
 
 
 def differences(args: Any, config: GRPOConfig, batch: Batch, updates: int) -> str:
@@ -69,4 +124,8 @@ def _fields(args: Any) -> list[str]:
     for name in sorted(args.given):
         if (field := FIELDS.get(name)) and field.verdict == "no effect":
             names.setdefault(field.why, []).append(name)
+        elif closed := _closed_gate(args, RENAMED.get(name, name)):
+            names.setdefault(closed, []).append(name)
+    if keys := [key for key in UNUSED_KEYS if (args.model_init_kwargs or {}).get(key) is not None]:
+        names["the policy has Cohort's attention and placement"] = [f"model_init_kwargs[{key!r}]" for key in keys]
     return [f"without effect: {', '.join(each)} ({why})" for why, each in names.items()]

@@ -1,13 +1,15 @@
-"""What a subclass of ``cohort.trl.GRPOTrainer`` may not override: methods that TRL's trainer calls and this one does
-not."""
+"""Attributes of TRL's trainer that ``cohort.trl.GRPOTrainer`` does not have: a subclass may not override its methods,
+and an error says what to use instead."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from transformers import Trainer
 
 from cohort.errors import ConfigError
+from cohort.trl.config import GRPOConfig
 
 PRIVATE = frozenset(
     (
@@ -19,6 +21,45 @@ PRIVATE = frozenset(
     )
 )
 """Methods of TRL's ``GRPOTrainer`` that transformers' ``Trainer`` does not have."""
+
+INSTEAD = {
+    "_logs": "log_extra, a parameter of reward functions, adds columns; completions are in rollouts/ of output_dir",
+    "_metrics": "a reward function adds a metric by its parameter log_metric, other code by trainer.log({...})",
+    "_step": "trainer.state.global_step counts updates",
+    "chat_template": "it is trainer.processing_class.chat_template",
+    "create_optimizer": "pass optimizers=(optimizer, scheduler)",
+    "create_scheduler": "pass optimizers=(optimizer, scheduler)",
+    "data_collator": "pass rows with a column 'prompt'",
+    "deepspeed": "DeepSpeed is not used; save_model() gathers the weights in any layout",
+    "epsilon_low": "it is trainer.args.epsilon",
+    "generation_config": "set temperature, top_p, ... of GRPOConfig",
+    "get_eval_dataloader": "the rows are trainer.eval_dataset",
+    "get_train_dataloader": "the rows are trainer.train_dataset",
+    "llm": "set use_vllm of GRPOConfig",
+    "model_wrapped": "the model is trainer.model",
+    "predict": "trainer.evaluate(rows) samples and scores",
+    "ref_model": "set beta of GRPOConfig; the reference is trainer.core.reference",
+    "reward_func_names": "the functions are trainer.reward_funcs",
+    "tokenizer": "it is trainer.processing_class",
+    "vllm_client": "set use_vllm of GRPOConfig",
+    "vllm_generation": "set use_vllm of GRPOConfig",
+}
+"""What to use for attributes of TRL's trainer. For those with the name of an argument, it is ``trainer.args.NAME``."""
+
+
+def absent_attribute(trainer: Any, name: str) -> Any:
+    """``GRPOTrainer.__getattr__``.
+
+    Raises:
+        AttributeError: always; says what to use for an attribute of TRL's trainer.
+    """
+    instead = INSTEAD.get(name)
+    if instead is None and name in {field.name for field in fields(GRPOConfig)}:
+        instead = f"it is trainer.args.{name}"
+    if instead is None and (name in PRIVATE or hasattr(Trainer, name)):
+        instead = "Cohort's trainer does not work by TRL's methods (docs/trl.md)"
+    hint = f": {instead}" if instead else ""
+    raise AttributeError(f"cohort.trl.GRPOTrainer has no attribute {name!r}{hint}", name=name, obj=trainer)
 
 
 def check_overrides(subclass: type, own: type) -> None:

@@ -23,7 +23,7 @@ from cohort.report.console.describe import announce
 from cohort.runs.checkpoints import load_weights
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
-from cohort.trl.callbacks import Events, check_callback, handler_of, state_of
+from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of
 from cohort.trl.checkpoints import check_resumable, link, note_best, note_best_checkpoint
 from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import (
@@ -39,9 +39,9 @@ from cohort.trl.hub import create_repo, upload, write_card
 from cohort.trl.inputs import checked_inputs
 from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
 from cohort.trl.notice import differences
-from cohort.trl.overrides import check_overrides
+from cohort.trl.overrides import absent_attribute, check_overrides
 from cohort.trl.processes import Processes
-from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate
+from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate, trusts_code
 
 AGAIN = "the same script and train(resume_from_checkpoint=True)"
 """How to continue a run."""
@@ -71,6 +71,7 @@ class GRPOTrainer:
         CohortError: something is wrong that can be known before training. ``ConfigError`` for arguments.
     """
 
+    __getattr__ = absent_attribute
     _tag_names = ("cohort", "grpo")
     is_fsdp_enabled = is_deepspeed_enabled = False
     """Scripts ask before they gather weights themselves. ``save_model`` gathers them here in any layout."""
@@ -107,7 +108,7 @@ class GRPOTrainer:
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
         count = count_prompts(train_dataset)
         batch = Batch.of(args, args.world_size)
-        model_config = read_config(model, trust_remote_code=args.trust_remote_code)
+        model_config = read_config(model, trust_remote_code=trusts_code(args))
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, weakref.ref(self))
         self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
@@ -132,7 +133,7 @@ class GRPOTrainer:
         window, optimizer = Window(config), self.core.optimizer
         callbacks = [*(callbacks or ()), CompletionTables(shown)]
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
-        self.hub_model_id = create_repo(args) if args.push_to_hub and self.is_world_process_zero() else None
+        self.hub_model_id = on_main(self.core.world, lambda: create_repo(args)) if args.push_to_hub else None
         steps = batch.max_steps(args, count)
         per_epoch = batch.updates_per_epoch(count) if count else steps
         self._events = Events(self, window, batch.updates_per_rollout, per_epoch)
@@ -385,6 +386,7 @@ def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any
         )
     for callback in callbacks or ():
         check_callback(callback, args)
+    check_trackers(args.report_to)
     if optimizers[0] is None and optimizers[1] is not None:
         raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:

@@ -23,11 +23,36 @@ from cohort.trl.layout import layout_of
 from cohort.trl.objective import objective_settings, one_of
 
 Settings = dict[str, Any]
-SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)})(?:\.\w+)+")
+SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)}|trust_region|mismatch\[\d+\]|entropy)(?:\.\w+)+")
+"""A setting of Cohort in a text."""
 ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
 """How to resume a changed run, in errors of Cohort."""
 BEST = re.compile(r"(?:eval_)?(?:(.+?)_)?(reward|rewards/.+/mean|completions/mean_length)")
 """A metric of an evaluation, with the name of the set."""
+INSTEAD = {
+    "data.chat_template": "processing_class.chat_template",
+    "data.train": "train_dataset",
+    "data.eval": "eval_dataset",
+    "model.path": "model",
+    "reward.functions": "reward_funcs",
+    "environment.tools": "tools",
+    "environment.factory": "environment_factory",
+    "run.num_epochs": "num_train_epochs",
+    "run.max_steps": "max_steps",
+    "trust_region.tau_positive": "sapo_temperature_pos",
+    "trust_region.tau_negative": "sapo_temperature_neg",
+    "trust_region.k_positive": "vespo_k_pos",
+    "trust_region.k_negative": "vespo_k_neg",
+    "trust_region.lambda_positive": "vespo_lambda_pos",
+    "trust_region.lambda_negative": "vespo_lambda_neg",
+    "entropy.coefficient": "entropy_coef",
+    "entropy.target": "entropy_target",
+    "entropy.step": "entropy_coef_delta",
+    "entropy.minimum": "entropy_coef_min",
+    "entropy.maximum": "entropy_coef_max",
+    "mismatch.threshold": "off_policy_mask_threshold",
+}
+"""What a TRL script has in place of settings of Cohort that no field names alone."""
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
@@ -73,6 +98,7 @@ def translate(
     """
     check_args(args)
     batch = Batch.of(args, world_size)
+    _check_counts(args)
     updates, calls = batch.max_steps(args, num_prompts), args.max_tool_calling_iterations
     group = args.num_generations_eval or args.num_generations
     settings: Settings = {
@@ -101,6 +127,15 @@ def translate(
         return GRPOConfig(**settings)
 
 
+def _check_counts(args: Any) -> None:
+    """Check the numbers that the settings are computed from."""
+    length, calls = args.max_completion_length, args.max_tool_calling_iterations
+    if not isinstance(length, int) or length < 1:
+        raise ConfigError(f"max_completion_length must be an integer of at least 1, got {length!r}")
+    if calls is not None and (not isinstance(calls, int) or calls < 0):
+        raise ConfigError(f"max_tool_calling_iterations must be an integer of at least 0, or None, got {calls!r}")
+
+
 def check_args(args: Any) -> None:
     """Check that ``args`` are arguments of this face, and that none is refused.
 
@@ -113,6 +148,11 @@ def check_args(args: Any) -> None:
         kind = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
         raise ConfigError(f"args is {kind}: expected cohort.trl.GRPOConfig (from cohort.trl import GRPOConfig)")
     check_refused(args)
+
+
+def trusts_code(args: Any) -> bool:
+    """Whether code that comes with the model may run: by its field, or by ``model_init_kwargs``."""
+    return bool(args.trust_remote_code or (args.model_init_kwargs or {}).get("trust_remote_code"))
 
 
 @contextmanager
@@ -132,8 +172,13 @@ def in_trl_terms(text: str) -> str:
     'max_completion_length must be positive; see optim.microbatch_tokens'
     """
     text = ALLOWING.sub("train(resume_from_checkpoint=True, allow_changed", text)
-    text = SETTING.sub(lambda found: " or ".join(setting_fields(found[0])) or found[0], text)
+    text = SETTING.sub(_in_place_of, text)
     return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
+
+
+def _in_place_of(found: re.Match[str]) -> str:
+    name = re.sub(r"\[\d+\]|\.\d+$", "", found[0])  # of an entry of a list
+    return " or ".join(setting_fields(name)) or INSTEAD.get(name, found[0])
 
 
 def key_of_setting(name: str) -> str:
@@ -151,7 +196,7 @@ def _model(args: Any, model_config: Any) -> Settings:
     dtype = str(loading.pop("dtype", None) or loading.pop("torch_dtype", None) or "auto").removeprefix("torch.")
     loading.pop("torch_dtype", None)
     compute = DTYPES[one_of("model_init_kwargs['dtype']", dtype, DTYPES)]
-    trusted = bool(args.trust_remote_code or loading.pop("trust_remote_code", False))
+    loading.pop("trust_remote_code", None)
     if unknown := sorted(set(loading) - set(LOADING)):
         raise ConfigError(
             f"model_init_kwargs has {', '.join(map(repr, unknown))}, which is not supported here: load the model in "
@@ -160,7 +205,7 @@ def _model(args: Any, model_config: Any) -> Settings:
     settings: Settings = {
         "precision": compute or ("bfloat16" if args.bf16 or args.mixed_precision == "bf16" else "float32"),
         "device": "cpu" if args.use_cpu else "auto",
-        "trust_remote_code": trusted,
+        "trust_remote_code": trusts_code(args),
         "gradient_checkpointing": bool(args.gradient_checkpointing) and args.device.type != "cpu",
     }
     if args.cast_lm_head_to_fp32:
@@ -202,9 +247,20 @@ def _rollout(args: Any) -> Settings:
                 f"supported: {', '.join(SAMPLING)}"
             )
         key = SAMPLING[name]
-        texts = key == "stop" and not isinstance(value, str)
-        settings[key] = tuple(value) if texts else (value,) if key == "stop" else value
+        if key == "max_completion_length" and value != args.max_completion_length:
+            raise ConfigError(
+                f"generation_kwargs[{name!r}] is {value!r}, and max_completion_length {args.max_completion_length}, "
+                "which the loss may divide by: set the length as max_completion_length alone"
+            )
+        settings[key] = _texts(name, value) if key == "stop" else value
     return settings
+
+
+def _texts(name: str, given: Any) -> tuple[str, ...]:
+    found = (given,) if isinstance(given, str) else given
+    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"generation_kwargs[{name!r}] must be a text or a list of texts, got {given!r:.80}")
+    return tuple(found)
 
 
 def _vllm(args: Any, world_size: int) -> Settings:
