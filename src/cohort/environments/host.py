@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
 import logging
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -24,7 +22,7 @@ from cohort.environments.shapes import Shape, call_tool, choose, error_text, per
 from cohort.environments.tools import Tool, Toolbox
 from cohort.errors import ConfigError, EpisodeError
 from cohort.types import Prompt
-from cohort.workers import CallFailed, Workers
+from cohort.workers import CallFailed, Workers, close_at_exit
 
 log = logging.getLogger("cohort.environments")
 CLOSE_SECONDS = 10.0
@@ -86,11 +84,7 @@ class Host:
         self._live: dict[Hashable, _Live] = {}
         self._closing: set[Future[Ended]] = set()
         self._open = False
-        # Exit functions run in reverse order. All finalizers, which stop worker processes, are one exit function,
-        # registered with the first: now at the latest, so that environments are closed before it runs. The steps of a
-        # run, which begin later, end before that.
-        weakref.finalize(self, bool)
-        atexit.register(_close, weakref.ref(self))
+        close_at_exit(self)  # after the steps of a run, which begin later
 
     def tools(self, row: Mapping[str, Any]) -> Toolbox:
         """The tools that the policy can call in an episode of a row: those of the settings that the row allows, and the
@@ -397,8 +391,3 @@ def _gather(futures: Sequence[Future[Any]], join: Callable[[list[Any]], Any]) ->
 def _as_answer(turn: ParsedTurn, results: Sequence[tuple[str, bool]]) -> Answer:
     messages = turn.answers([text for text, _ in results])
     return Answer(messages, calls=len(results), failed_calls=sum(failed for _, failed in results))
-
-
-def _close(host: weakref.ref[Host]) -> None:
-    if (alive := host()) is not None and alive._open:
-        alive.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import weakref
 from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,6 +12,7 @@ from cohort.errors import ConfigError
 from cohort.parallel import World, on_main
 from cohort.runs.auto import Beginning, Resume, find_run
 from cohort.runs.folder import RunFolder
+from cohort.workers import close_at_exit
 
 T = TypeVar("T")
 
@@ -56,16 +55,8 @@ def closing(folder: RunFolder, steps: Iterable[T]) -> Generator[T]:
     interpreter exits before."""
     closed = _closed_after(folder, steps)
     next(closed)  # enters the block: a generator that is not in it is closed without leaving it
-    # Exit functions run in reverse order. All finalizers, which stop worker processes, are one exit function,
-    # registered with the first: now at the latest, so that the run ends before them.
-    weakref.finalize(closed, bool)
-    atexit.register(_close, weakref.ref(closed))
+    close_at_exit(closed)
     return closed
-
-
-def _close(steps: weakref.ref[Generator[Any]]) -> None:
-    if (alive := steps()) is not None:
-        alive.close()
 
 
 def _closed_after(folder: RunFolder, steps: Iterable[Any]) -> Generator[Any]:
