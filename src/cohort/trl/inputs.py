@@ -63,7 +63,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _is_rewards(value: Any) -> bool:
-    one = isinstance(value, str) or (callable(value) and not isinstance(value, PreTrainedTokenizerBase))
+    one = isinstance(value, str | os.PathLike) or (callable(value) and not isinstance(value, PreTrainedTokenizerBase))
     return value is None or one or isinstance(value, list | tuple)
 
 
