@@ -38,7 +38,7 @@ TIMES = {"step_time", "train_runtime", "train_samples_per_second", "train_steps_
     "eval_steps_per_second",
     "total_flos",
 }
-"""Not compared."""
+"""Not compared, but neither side lacks one that the other has."""
 
 
 def even(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
@@ -210,6 +210,8 @@ def differing(one: Record, other: Record) -> dict[str, list[Any]]:
     assert len(one.logs) == len(other.logs)
     found: dict[str, list[Any]] = {}
     for entry, theirs in zip(one.logs, other.logs, strict=True):
+        if missing := (entry.keys() & TIMES) - theirs.keys():
+            found |= {key: [] for key in missing}
         for key in entry.keys() - TIMES:
             a, b = entry[key], theirs.get(key, "missing")
             numbers = isinstance(a, int | float) and isinstance(b, int | float)

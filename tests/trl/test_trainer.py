@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -136,7 +136,8 @@ def test_a_resumed_run_is_bit_equal(straight, demo_tokenizer, tmp_path):
             control.should_training_stop = state.global_step == 5
 
     def log_of(one):
-        timed = ("seconds", "tokens_per_second", "memory/", "step_time", "train_")
+        timed = ("seconds", "tokens_per_second", "memory/", "step_time", "train_", "eval_runtime")
+        timed += ("eval_samples_per_second", "eval_steps_per_second")
         return [{k: v for k, v in entry.items() if not k.startswith(timed)} for entry in one.state.log_history]
 
     whole, folder, first = straight[0], tmp_path / "run", Recorder()
@@ -174,10 +175,20 @@ def test_a_stopped_run_is_found_by_transformers_too(straight, demo_tokenizer, tm
     assert "continue with" in capsys.readouterr().err
 
 
-def test_a_complete_run_goes_on(demo_tokenizer, tmp_path):
-    """Its last checkpoint was written before the callbacks were told of the last evaluation: they are told once."""
-    folder = tmp_path / "run"
-    make(demo_tokenizer, folder, **EVALUATED, max_steps=4, lr_scheduler_type="constant").train()
+def test_a_complete_run_ends_at_once_or_goes_on(demo_tokenizer, tmp_path):
+    """As in transformers: the same script makes no step, and has the model of the end; a longer one goes on."""
+    folder, recorder = tmp_path / "run", Recorder()
+    first = make(demo_tokenizer, folder, **EVALUATED, max_steps=4, lr_scheduler_type="constant")
+    loss = first.train().training_loss
+    again = make(demo_tokenizer, folder, recorder, **EVALUATED, max_steps=4, lr_scheduler_type="constant")
+    output = again.train(resume_from_checkpoint=True)
+    assert (output.global_step, output.training_loss) == (4, loss)
+    assert [name for name, _ in recorder.told] == ["on_init_end", "on_train_begin", "on_log", "on_train_end"]
+    assert again.state.log_history[:-1] == first.state.log_history[:-1]
+    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    again.save_model()
+    assert (folder / "model.safetensors").exists()
     longer = make(demo_tokenizer, folder, **EVALUATED, max_steps=6, lr_scheduler_type="constant")
     assert longer.train(resume_from_checkpoint=True).global_step == 6
     history = longer.state.log_history
@@ -239,13 +250,78 @@ def test_a_reward_function_that_fails_is_repaired(demo_tokenizer, tmp_path):
     assert repaired(2e-2).train(resume_from_checkpoint=True, allow_changed=allowed).global_step == 4
 
 
+class Asking(TrainerCallback):
+    """Asks for a checkpoint after update 1, for an evaluation after update 2, and for the end after update 5."""
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_save |= state.global_step == 1
+        control.should_evaluate |= state.global_step == 2
+        control.should_training_stop |= state.global_step == 5
+
+
+def test_events_have_transformers_order(demo_tokenizer, tmp_path):
+    """Of a run with an evaluation before it, and a callback that asks for everything; an epoch has 4 updates."""
+    settings = {"eval_on_start": True, "logging_steps": 2, "save_strategy": "no", "max_steps": 6, "report_to": "none"}
+    ours, theirs = Recorder(), Recorder()
+    given = {"eval_rows": ROWS[:2], "rows": ROWS[:8], "steps_per_generation": 1, **settings}
+    make(demo_tokenizer, tmp_path / "run", Asking(), ours, **given).train()
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 20
+    args = {"per_device_train_batch_size": 5, "use_cpu": True, "disable_tqdm": True, **settings}
+    arguments = TrainingArguments(str(tmp_path / "trainer"), **args)
+    model = tiny_llama(vocab_size=len(demo_tokenizer))
+    data = {"train_dataset": rows, "eval_dataset": rows[:2], "processing_class": demo_tokenizer}
+    Trainer(model, arguments, callbacks=[Asking(), theirs], **data).train()
+    assert ours.told == theirs.told
+
+
+def test_the_initial_model_is_not_the_best(demo_tokenizer, tmp_path):
+    """As in transformers, it is evaluated for comparison."""
+
+    def falling(completions, trainer_state, **_):
+        return [score / 10 - trainer_state.global_step for score in digits_reward(completions)]
+
+    asked = {**EVALUATED, "eval_on_start": True, "eval_steps": 3, "save_steps": 3, "max_steps": 8}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward"}
+    trainer = make(demo_tokenizer, tmp_path / "run", reward=falling, steps_per_generation=1, **asked, **best)
+    trainer.train()
+    evaluated = [one["step"] for one in trainer.state.log_history if "eval_reward" in one]
+    assert evaluated == [0, 3, 6, 8]
+    assert trainer.state.best_global_step == 3
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-3")
+    third = load_file(tmp_path / "run" / "checkpoint-3" / "model.safetensors")
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, third[name])
+
+
+def test_should_epoch_stop_is_refused_once(demo_tokenizer, tmp_path):
+    """The checkpoint of the refusal is of the whole rollout: without that callback, the run goes on."""
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_epoch_stop = state.global_step == 3
+
+    folder, start = tmp_path / "run", {"eval_rows": ROWS[:2], "eval_on_start": True}
+    with pytest.raises(ConfigError, match="should_epoch_stop is not supported"):
+        make(demo_tokenizer, folder, Stop(), **start).train()
+    recorder = Recorder()
+    resumed = make(demo_tokenizer, folder, recorder, **start)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 8
+    assert [step for name, step in recorder.told if name == "on_step_end"] == [5, 6, 7, 8]
+    assert [one["step"] for one in resumed.state.log_history if "eval_reward" in one] == [0]  # and not at the end
+
+
 def test_evaluation_on_demand_and_files_of_scripts(straight, tmp_path, capsys):
     trainer, _, output, folder = straight
     entries = len(trainer.state.log_history)
     metrics = trainer.evaluate()
     assert trainer.evaluate({"one": ROWS[:1], "two": ROWS[1:2]}).keys() >= {"eval_one_reward", "eval_two_reward"}
     assert metrics["eval_reward"] == trainer.state.log_history[entries]["eval_reward"]
-    assert [entry["step"] for entry in trainer.state.log_history[entries:]] == [8, 8, 8]
+    speed = metrics["eval_runtime"] * metrics["eval_samples_per_second"]
+    assert speed == pytest.approx(2, rel=0.05)  # rounded to 4 and 3 digits; 2 prompts
+    renamed = trainer.evaluate(metric_key_prefix="test")
+    assert {"test_reward", "test/reward/mean", "test_runtime"} <= renamed.keys()
+    assert not any(key.startswith("eval") for key in renamed)
+    assert [entry["step"] for entry in trainer.state.log_history[entries:]] == [8, 8, 8, 8]
     trainer.log_metrics("train", output.metrics)
     assert "train_loss" in capsys.readouterr().out
     trainer.save_metrics("train", output.metrics)

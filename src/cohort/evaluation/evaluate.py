@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
@@ -77,6 +78,8 @@ class Evaluation:
     """Every completion with its scores: a ``pyarrow.Table`` with the columns of ``rollouts/``."""
     success: Success | None
     """What pass@k and maj@k count as correct; None: there are none."""
+    seconds: float
+    """Wall-clock seconds of sampling and scoring."""
 
     @property
     def reward(self) -> Estimate:
@@ -206,7 +209,7 @@ class Evaluator:
         on_completion: Callable[[], None] | None,
         cancelled: Callable[[], bool] | None,
     ) -> Evaluation:
-        settings, count = self.settings, self.settings.num_generations_eval
+        settings, count, started = self.settings, self.settings.num_generations_eval, time.perf_counter()
         key, size = RNGKey(self.seed, 0, Purpose.EVAL), max(1, WINDOW * self.batch_size // count)
         tables, scored, completions = [], [], []
         for first in range(0, len(prompts), size):
@@ -237,7 +240,8 @@ class Evaluator:
             "errors": sum(reason is FinishReason.ERROR for _, reason in completions),
             **{f"custom/{name}": sum(numbers) / len(numbers) for name, numbers in scores.logged.items()},
         }
-        return Evaluation(values, found, counts, totals(scores, completions, count), table, self.success)
+        together, seconds = totals(scores, completions, count), time.perf_counter() - started
+        return Evaluation(values, found, counts, together, table, self.success, seconds)
 
     def describe_sampling(self) -> str:
         """The sampling in words, with a warning if all completions of a prompt are the same."""

@@ -5,10 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cohort.evaluation import Evaluation
+
 
 class Companion:
     """Goes along with a run: ``GRPOTrainer.steps(companion=...)`` takes an object with these methods. This one does
     nothing."""
+
+    alone_asks_evaluations = False
+    """Whether the run evaluates after a step only when this object asks: not because the step is the last. Then the
+    initial model cannot be the best one either."""
+
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
+        """An evaluation ended; a due checkpoint follows.
+
+        Args:
+            step: complete steps; 0 for the evaluation before the first.
+            evaluations: the evaluation of each set, "" if there is one.
+            metrics: theirs, ``eval/...``.
+        """
 
     def updated(self, metrics: Mapping[str, Any]) -> None:
         """A step's updates are made; a due evaluation and checkpoint follow. ``GRPOTrainer.evaluate_now`` may be called

@@ -26,6 +26,10 @@ from cohort.train.parts import TrainerParts
 from cohort.train.sample import drop_resized
 
 
+class RunEndedError(ConfigError):
+    """The run to resume has made all its steps, or stopped early."""
+
+
 def resume(
     folder: RunFolder, parts: TrainerParts, schedule: Schedule, config: GRPOConfig, allowed: Collection[str]
 ) -> tuple[int, Schedule, list[str]]:
@@ -43,7 +47,7 @@ def resume(
 
     Raises:
         RunFolderError: there is no whole checkpoint, or a change is not allowed.
-        ConfigError: the run has ended.
+        RunEndedError: the run has ended; the parts have the state of its end.
     """
     step = on_main(parts.world, partial(folder.check_resumable, config, allowed))
     checkpoint = folder.checkpoint(step)
@@ -90,12 +94,12 @@ def _changes(
 
 def _check_incomplete(folder: RunFolder, parts: TrainerParts, schedule: Schedule, step: int) -> None:
     if step >= schedule.steps:
-        raise ConfigError(
+        raise RunEndedError(
             f"{folder.path} is complete: it is at step {step} of {schedule.steps}; "
             "raise run.num_epochs or run.max_steps to train longer"
         )
     if parts.best.exhausted:
-        raise ConfigError(
+        raise RunEndedError(
             f"{folder.path} stopped early, at step {step}: {parts.best.describe()}; "
             "raise eval.early_stopping_patience, or set it to 0, to train longer"
         )

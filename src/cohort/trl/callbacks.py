@@ -8,6 +8,8 @@ the weights after the rollout. ``should_log`` is obeyed at the update; ``should_
 from __future__ import annotations
 
 import logging
+import math
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -17,11 +19,14 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler as Handler
 from transformers.trainer_callback import DefaultFlowCallback as DefaultFlow
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import speed_metrics
 
 from cohort.errors import ConfigError, did_you_mean
+from cohort.evaluation import Evaluation
 from cohort.train import Companion
 from cohort.train.update_metrics import EACH_UPDATE
-from cohort.trl.logs import Window
+from cohort.trl.checkpoints import note_best
+from cohort.trl.logs import Window, evaluation_keys
 
 log = logging.getLogger("cohort.trl")
 NEVER_CALLED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_predict")
@@ -115,32 +120,61 @@ class Events(Companion):
         updates_per_epoch: of an epoch.
     """
 
+    alone_asks_evaluations = True
+
     def __init__(self, trainer: Any, window: Window, updates_per_rollout: int, updates_per_epoch: int) -> None:
         self._of = weakref.ref(trainer)  # the run's parts hold this object: no cycle
         self.window, self.updates_per_rollout, self._per_epoch = window, updates_per_rollout, updates_per_epoch
-        self.evaluate = self.save = self.stop = False
+        self.wants_evaluation = self.wants_checkpoint = self.wants_stop = False
         """What the callbacks have asked for at the end of the rollout."""
-        self.rollouts = self.ended = self._logged = 0
-        """Rollouts whose updates the callbacks were told of, and those whose evaluation they were told of too."""
+        self._wants_epoch_stop = False
+        self._in_epoch = False
+        """Whether the callbacks were told of the beginning of the present epoch, in this process."""
+        self._rollouts = self._logged = 0
+        """Rollouts whose updates the callbacks were told of, and updates of which the log has an entry."""
+
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], _metrics: Mapping[str, Any]) -> None:
+        """An evaluation of the run ended: log it, tell the callbacks, and note whether it is the best. The one before
+        training never is, as in transformers."""
+        trainer = self._of()
+        assert trainer is not None
+        found = tell_evaluation(trainer, evaluations)
+        if step:
+            self.note(found)
+
+    def note(self, found: Mapping[str, Any]) -> None:
+        """Note whether an evaluation is the best so far.
+
+        Args:
+            found: its metrics, by TRL's names.
+        """
+        trainer = self._of()
+        assert trainer is not None
+        is_best = note_best(trainer.args, trainer.state, found)
+        if trainer.args.save_strategy == "best":
+            self.wants_checkpoint = is_best
 
     def updated(self, metrics: Mapping[str, Any]) -> None:
         """The updates of a rollout are made: tell the callbacks of each."""
         trainer = self._of()
         assert trainer is not None
-        if metrics["step"] > self.rollouts:  # else the run was stopped in the evaluation that follows, and resumed
-            self.rollouts = metrics["step"]
-            self.evaluate = self.save = self.stop = False
-            if metrics["step"] == 1 and (before := trainer.core.summary.get("eval_before")):
-                trainer.evaluated(before)
+        if metrics["step"] > self._rollouts:  # else the run was stopped in the evaluation that follows, and resumed
+            self._rollouts = metrics["step"]
+            self.wants_evaluation = self.wants_checkpoint = self.wants_stop = False
             each, rollout = metrics[EACH_UPDATE], {key: one for key, one in metrics.items() if key != EACH_UPDATE}
             for number in range(self.updates_per_rollout):
                 self._update(trainer, each[number] if number < len(each) else {}, None if number else rollout)
-        if self.evaluate and trainer.core.evaluator is not None:
+            if trainer.state.global_step >= trainer.state.max_steps:
+                self.end_epoch()
+        if any(trainer.core.world.gather(self._wants_epoch_stop)):  # a checkpoint follows, so all updates are told of
+            raise ConfigError("should_epoch_stop is not supported here: set should_training_stop, which ends the run")
+        if self.wants_evaluation and trainer.core.evaluator is not None:
             trainer.core.evaluate_now()
 
     def _update(self, trainer: Any, update: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
         state, handler = trainer.state, trainer.callback_handler
-        if state.global_step % self._per_epoch == 0:
+        if not self._in_epoch:
+            self._in_epoch = True
             trainer.control = handler.on_epoch_begin(trainer.args, state, trainer.control)
         trainer.control = handler.on_step_begin(trainer.args, state, trainer.control)
         state.global_step += 1
@@ -149,22 +183,28 @@ class Events(Companion):
         state.num_input_tokens_seen = self.window.num_tokens
         trainer.control = handler.on_step_end(trainer.args, state, trainer.control)
         self._obey(trainer)
-        if state.global_step % self._per_epoch == 0 or state.global_step == state.max_steps:
-            trainer.control = handler.on_epoch_end(trainer.args, state, trainer.control)
+        if state.global_step % self._per_epoch == 0:
+            self.end_epoch()
+
+    def end_epoch(self) -> None:
+        """Tell the callbacks that the epoch ended, unless they know."""
+        trainer = self._of()
+        assert trainer is not None
+        if self._in_epoch:
+            self._in_epoch = False
+            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
             self._obey(trainer)
 
     def _obey(self, trainer: Any) -> None:
         """Log if it is asked for, and remember what else is."""
-        control = trainer.control
-        if control.should_epoch_stop:
-            raise ConfigError("should_epoch_stop is not supported here: set should_training_stop, which ends the run")
-        if control.should_log and trainer.state.global_step > self._logged:
+        if trainer.control.should_log and trainer.state.global_step > self._logged:
             self._logged = trainer.state.global_step
             trainer.log(self.window.entry())
-            control = trainer.control
-        self.evaluate |= control.should_evaluate
-        self.save |= control.should_save
-        self.stop |= control.should_training_stop
+        control = trainer.control
+        self.wants_evaluation |= control.should_evaluate
+        self.wants_checkpoint |= control.should_save
+        self.wants_stop |= control.should_training_stop
+        self._wants_epoch_stop |= control.should_epoch_stop
 
     def state_dict(self) -> dict[str, Any]:
         """The state of transformers' trainer and of its callbacks, and what is to be logged."""
@@ -173,10 +213,9 @@ class Events(Companion):
         return {
             "state": state_of(trainer),
             "window": self.window.state_dict(),
-            "rollouts": self.rollouts,
-            "ended": self.ended,
+            "rollouts": self._rollouts,
             "logged": self._logged,
-            "wanted": [self.evaluate, self.save, self.stop],
+            "wanted": [self.wants_evaluation, self.wants_checkpoint, self.wants_stop],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,8 +236,31 @@ class Events(Companion):
             setattr(restored, name, getattr(fresh, name))
         _restore_callbacks(trainer.callback_handler, restored.stateful_callbacks)
         self.window.load_state_dict(state["window"])
-        self.rollouts, self.ended, self._logged = state["rollouts"], state["ended"], state["logged"]
-        self.evaluate, self.save, self.stop = state["wanted"]
+        self._rollouts, self._logged = state["rollouts"], state["logged"]
+        self.wants_evaluation, self.wants_checkpoint, self.wants_stop = state["wanted"]
+
+
+def tell_evaluation(trainer: Any, evaluations: Mapping[str, Evaluation], prefix: str = "eval") -> dict[str, Any]:
+    """Log an evaluation and tell the callbacks; return what was logged.
+
+    Args:
+        trainer: a ``cohort.trl.GRPOTrainer``.
+        evaluations: the evaluation of each set, "" if there is one.
+        prefix: "eval" in the names of the metrics, TRL's and Cohort's.
+    """
+    args = trainer.args
+    all_found: dict[str, Any] = {}
+    for name, one in evaluations.items():
+        metrics, prompts = one.metrics(name), len(one.values["reward"])
+        found = evaluation_keys(metrics, name, trainer.state.num_input_tokens_seen) | metrics
+        found = {f"{prefix}{key.removeprefix('eval')}": value for key, value in found.items()}
+        batches = math.ceil(prompts / (args.eval_batch_size * args.world_size))
+        named = f"{prefix}_{name}" if name else prefix
+        found |= speed_metrics(named, time.time() - one.seconds, num_samples=prompts, num_steps=batches)
+        trainer.log(found)
+        trainer.control = trainer.callback_handler.on_evaluate(args, trainer.state, trainer.control, found)
+        all_found |= found
+    return all_found
 
 
 def state_of(trainer: Any) -> dict[str, Any]:

@@ -65,11 +65,11 @@ def note_best(args: Any, state: Any, metrics: Mapping[str, Any]) -> bool:
     return True
 
 
-def note_best_checkpoint(folder: Path, state: Any) -> None:
-    """Name the checkpoint of the best evaluation in the state, if there is one: it may be the one that is written."""
+def best_checkpoint(folder: Path, state: Any) -> str | None:
+    """The checkpoint of the best evaluation, if there is one: it may be the one that is written."""
     best = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     is_there = state.best_global_step is not None and (best.exists() or state.best_global_step == state.global_step)
-    state.best_model_checkpoint = str(best) if is_there else None
+    return str(best) if is_there else None
 
 
 def check_resumable(output_dir: str, resume_from: str | bool | os.PathLike[str] | None) -> bool:

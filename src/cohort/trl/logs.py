@@ -31,16 +31,15 @@ class Window:
 
     Args:
         config: Cohort's settings.
-        num_tokens: tokens of the rollouts of a resumed run so far (``state.num_input_tokens_seen``).
     """
 
-    def __init__(self, config: GRPOConfig, num_tokens: int = 0) -> None:
+    def __init__(self, config: GRPOConfig) -> None:
         self._generations, self._objective = config.rollout.num_generations, config.resolved_objective
         self._served = config.rollout.engine == "vllm" and bool(self._objective.mismatch)
         self._router, bonus = config.model.router_aux_loss_coef, self._objective.entropy
         self._entropy_coef = bonus.coefficient if bonus else 0.0
         self._entropy: float | None = None
-        self.num_tokens = num_tokens
+        self.num_tokens = 0
         """Tokens of all rollouts, each completion with its prompt."""
         self.total_loss, self.updates = 0.0, 0
         """Sum of the losses of all updates and their number: ``TrainOutput.training_loss`` is the mean."""

@@ -7,7 +7,8 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from cohort.parallel import on_main
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
 from cohort.runs.checkpoints import load_weights
+from cohort.train.resume import RunEndedError
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
-from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of
-from cohort.trl.checkpoints import check_resumable, link, note_best, note_best_checkpoint
+from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of, tell_evaluation
+from cohort.trl.checkpoints import best_checkpoint, check_resumable, link
 from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import (
     checked_tokenizer,
@@ -37,7 +39,7 @@ from cohort.trl.given import (
 )
 from cohort.trl.hub import create_repo, upload, write_card
 from cohort.trl.inputs import checked_inputs
-from cohort.trl.logs import OF_TRANSFORMERS, Window, evaluation_keys
+from cohort.trl.logs import OF_TRANSFORMERS, Window
 from cohort.trl.notice import differences
 from cohort.trl.overrides import absent_attribute, check_overrides
 from cohort.trl.processes import Processes
@@ -175,47 +177,50 @@ class GRPOTrainer:
         hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
         with errors_in_trl_terms(), self.core.obeying_signals(), hint:
             allowed = [key_of_setting(key) for key in allow_changed]
-            steps = self.core.steps(resume=resume, allow_changed=allowed, companion=self._events)
+            steps = self._steps(resume=resume, allowed=allowed)
             first = self.state.global_step
             with contextlib.closing(steps), self._state_of_a_stop():
                 self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-                self._end_written()
                 for metrics in steps:
-                    if self._end_rollout(metrics) and metrics["step"] < self.core.schedule.steps:
-                        self._link(self.core.checkpoint())
+                    if self._end_rollout() and metrics["step"] < self.core.schedule.steps:
+                        self._events.end_epoch()
+                        self._save()
                         break
         return self._end(started, first)
 
-    def _end_rollout(self, metrics: Mapping[str, Any]) -> bool:
-        """After a rollout's updates and evaluation: tell of the evaluation, and save if it is asked for. What callbacks
-        ask for on one rank is done on all. Returns whether the run is to stop."""
+    def _steps(self, *, resume: bool, allowed: Collection[str]) -> Generator[dict[str, Any]]:
+        """The rollouts of the run. Of one that has ended there are none: model and state are those of its end, as in
+        transformers."""
+        try:
+            return self.core.steps(resume=resume, allow_changed=allowed, companion=self._events)
+        except RunEndedError:
+            if self.is_world_process_zero():
+                announce(f"the run in {self.args.output_dir} has ended: to train longer, raise max_steps")
+            return (step for step in list[dict[str, Any]]())
+
+    def _end_rollout(self) -> bool:
+        """After a rollout's updates and evaluation: save if it is asked for. What callbacks ask for on one rank is done
+        on all. Returns whether the run is to stop."""
         events, world = self._events, self.core.world
-        found: dict[str, Any] = {}
-        if any(key.startswith("eval/") for key in metrics):
-            found = self.evaluated(metrics)
-        elif any(world.gather(events.evaluate)) and self.eval_dataset is not None:
-            found = self.evaluate()
-        events.ended = events.rollouts
-        is_best = note_best(self.args, self.state, found)
-        if self.args.save_strategy == "best":
-            events.save = is_best
-        if any(world.gather(events.save or self.control.should_save)):
-            self._link(self.core.checkpoint())
+        # With an evaluator, the run has evaluated; without one, a callback asks although ``eval_strategy`` is "no".
+        if self.core.evaluator is None and any(world.gather(events.wants_evaluation)) and self.eval_dataset is not None:
+            events.note(self.evaluate())
+        if any(world.gather(events.wants_checkpoint or self.control.should_save)):
+            self._save()
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        return any(world.gather(events.stop or self.control.should_training_stop))
+        return any(world.gather(events.wants_stop or self.control.should_training_stop))
 
-    def _end_written(self) -> None:
-        """Tell of an evaluation after which a checkpoint was written, and which callbacks had not been told of then."""
-        folder, events = self.core.folder, self._events
-        if folder is None or events.ended == events.rollouts:
-            return
-        if metrics := on_main(self.core.world, folder.evaluations).get(events.rollouts):
-            self._end_rollout(metrics)
+    def _save(self) -> None:
+        """Write a checkpoint, and name it. Every rank must call."""
+        checkpoint = self.core.checkpoint()
+        self.state.best_model_checkpoint = on_main(self.core.world, partial(self._link, checkpoint))
 
-    def _link(self, checkpoint: Path) -> None:
-        if self.is_world_process_zero() and self.core.folder is not None:
-            note_best_checkpoint(self.core.folder.path, self.state)
-            link(self.core.folder.path, checkpoint, state_of(self))
+    def _link(self, checkpoint: Path) -> str | None:
+        """Name a checkpoint as transformers does; return the name of the best one. For rank 0."""
+        assert self.core.folder is not None
+        self.state.best_model_checkpoint = best = best_checkpoint(self.core.folder.path, self.state)
+        link(self.core.folder.path, checkpoint, state_of(self))
+        return best
 
     @contextlib.contextmanager
     def _state_of_a_stop(self) -> Iterator[None]:
@@ -224,7 +229,7 @@ class GRPOTrainer:
             yield
         except (Stopped, *FIXABLE):
             folder = self.core.folder
-            if folder is not None and (steps := folder.checkpoint_steps()):
+            if folder is not None and self.is_world_process_zero() and (steps := folder.checkpoint_steps()):
                 self._link(folder.checkpoint(steps[-1]))
             raise
 
@@ -238,8 +243,9 @@ class GRPOTrainer:
         left = {key: value for key, value in window.entry().items() if key not in OF_TRANSFORMERS}
         metrics["epoch"] = self.state.epoch
         self.log(metrics | left)
-        if self.args.load_best_model_at_end and self.core.folder is not None and self.core.folder.best.exists():
-            load_weights(self.core.policy, self.core.folder.best)
+        best = Path(self.args.output_dir).expanduser() / "best"
+        if self.args.load_best_model_at_end and best.exists():
+            load_weights(self.core.policy, best)
             self.core.policy.version += 1  # the sampler's copies are of other weights
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         if self.args.push_to_hub:
@@ -264,34 +270,13 @@ class GRPOTrainer:
         Args:
             eval_dataset: rows, or named sets of rows. None: those given to the trainer.
             ignore_keys: without effect.
-            metric_key_prefix: "eval" in the names of TRL's metrics.
+            metric_key_prefix: "eval" in the names of the metrics.
         """
-        given, started = self.eval_dataset if eval_dataset is None else rows(eval_dataset), time.time()
+        given = self.eval_dataset if eval_dataset is None else rows(eval_dataset)
         if given is None:
             raise ConfigError("evaluate() needs rows: pass eval_dataset to it, or to GRPOTrainer")
         is_own = eval_dataset is None and self.core.evaluator is not None
-        metrics = self.core.evaluate(None if is_own else given)
-        found = self.evaluated(metrics, given, metric_key_prefix)
-        return {**found, **speed_metrics(metric_key_prefix, started)}
-
-    def evaluated(self, metrics: Mapping[str, Any], given: Any = None, prefix: str = "eval") -> dict[str, Any]:
-        """Log the metrics of an evaluation and tell the callbacks; return what was logged.
-
-        Args:
-            metrics: Cohort's.
-            given: the rows, or named sets of rows. None: those given to the trainer.
-            prefix: "eval" in the names of TRL's metrics.
-        """
-        given = self.eval_dataset if given is None else given
-        found: dict[str, Any] = {}
-        for name in given if isinstance(given, Mapping) else [""]:
-            keys = evaluation_keys(metrics, name, self.state.num_input_tokens_seen)
-            own = {key: value for key, value in metrics.items() if key.startswith(f"eval/{name}/" if name else "eval/")}
-            logs = {f"{prefix}_{key.removeprefix('eval_')}": value for key, value in keys.items()} | own
-            self.log(logs)
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
-            found |= logs
-        return found
+        return tell_evaluation(self, self.core.evaluations(None if is_own else given), metric_key_prefix)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write weights, config and tokenizer as transformers loads them; of a model with adapters, the adapters. Every
