@@ -36,7 +36,7 @@ from cohort.train.record import recorded
 from cohort.train.requests import Requests
 from cohort.train.resume import resume as resume_run
 from cohort.train.signals import obeying_signals
-from cohort.train.stop import save_instant, stop_point, with_resume_hint
+from cohort.train.stop import save_instant, saved_when_left, stop_point, with_resume_hint
 from cohort.train.summary import end_summary, evaluate_before, record_step
 from cohort.watchdog import dumps_on_quit
 
@@ -240,7 +240,8 @@ class GRPOTrainer:
         self, *, resume: Resume = False, allow_changed: Collection[str] = (), companion: Companion | None = None
     ) -> Generator[dict[str, Any]]:
         """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the
-        checkpoint to resume. The folder is this trainer's until the iterator ends or is closed.
+        checkpoint to resume. The folder is this trainer's until the iterator ends or is closed. A loop that is left
+        writes a checkpoint, in a process that trains alone.
 
         Args:
             resume, allow_changed: as ``train`` takes them.
@@ -263,7 +264,8 @@ class GRPOTrainer:
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {**parts.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
-        return closing(folder, self._callbacks.with_on_end(self._steps(folder, parts, first_step)))
+        steps = saved_when_left(parts, folder, self._steps(folder, parts, first_step))
+        return closing(folder, self._callbacks.with_on_end(steps))
 
     def make_parts(self) -> TrainerParts:
         """What the loop works on, as before the first step. Begins nothing."""

@@ -12,6 +12,7 @@ from cohort.errors import ConfigError
 from cohort.parallel import World, on_main
 from cohort.runs.auto import Beginning, Resume, find_run
 from cohort.runs.folder import RunFolder
+from cohort.workers import close_at_exit
 
 T = TypeVar("T")
 
@@ -50,9 +51,11 @@ def closed_on_error(folder: RunFolder) -> Iterator[None]:
 
 
 def closing(folder: RunFolder, steps: Iterable[T]) -> Generator[T]:
-    """The steps of a run, after which its folder is closed, however they end: also if they never begin."""
+    """The steps of a run, after which its folder is closed, however they end: also if they never begin, and when the
+    interpreter exits before."""
     closed = _closed_after(folder, steps)
     next(closed)  # enters the block: a generator that is not in it is closed without leaving it
+    close_at_exit(closed)
     return closed
 
 

@@ -114,18 +114,17 @@ class GRPOTrainer:
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, weakref.ref(self))
         self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
-        with errors_in_trl_terms():
-            self.core = cohort.trainer.GRPOTrainer(
-                prepared_model(model, args, config, peft_config, quantization_config),
-                self.reward_funcs,
-                config,
-                self.train_dataset,
-                None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-                tokenizer or _tokenizer_of(model, config),
-                tools,
-                environment_factory,
-                [shown] if args.log_completions else (),
-            )
+        self.core = cohort.trainer.GRPOTrainer(
+            prepared_model(model, args, config, peft_config, quantization_config),
+            self.reward_funcs,
+            config,
+            self.train_dataset,
+            None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
+            tokenizer or _tokenizer_of(model, config),
+            tools,
+            environment_factory,
+            [shown] if args.log_completions else (),
+        )
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
         self.accelerator = Processes(self.core.world, self.core.policy.device)

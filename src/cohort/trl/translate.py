@@ -34,6 +34,7 @@ INSTEAD = {
     "data.train": "train_dataset",
     "data.eval": "eval_dataset",
     "model.path": "model",
+    "model.revision": "model_init_kwargs['revision']",
     "reward.functions": "reward_funcs",
     "environment.tools": "tools",
     "environment.factory": "environment_factory",
