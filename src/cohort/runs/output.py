@@ -32,10 +32,11 @@ def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> 
 
 
 def find_folder(
-    config: GRPOConfig, world: World, resume: Resume, allowed: Collection[str] = ()
+    config: GRPOConfig, world: World, resume: Resume, allowed: Collection[str] = (), folder: RunFolder | None = None
 ) -> tuple[RunFolder, Beginning]:
-    """The folder of the settings, and how to begin with what is in it: ``output_folder`` and ``find_run``."""
-    folder = output_folder(config, world, resume=bool(resume))
+    """The folder of the settings unless another is given, and how to begin with what is in it: ``output_folder`` and
+    ``find_run``."""
+    folder = folder or output_folder(config, world, resume=bool(resume))
     with closed_on_error(folder):
         return folder, on_main(world, lambda: find_run(folder, config, resume, allowed))
 
