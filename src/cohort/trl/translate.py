@@ -190,11 +190,12 @@ def _in_place_of(found: re.Match[str]) -> str:
 def key_of_setting(name: str) -> str:
     """The setting, or the fact, that an error about a changed run names in TRL's terms.
 
-    >>> key_of_setting("learning_rate"), key_of_setting("code")
-    ('optim.learning_rate', 'code')
+    >>> key_of_setting("learning_rate"), key_of_setting("max_steps"), key_of_setting("code")
+    ('optim.learning_rate', 'run.max_steps', 'code')
     """
     field = FIELDS.get(name.partition(" or ")[0])
-    return field.to if field and "." in field.to else name
+    of_setting = {words: setting for setting, words in INSTEAD.items()}
+    return field.to if field and "." in field.to else of_setting.get(name, name)
 
 
 def _model(args: Any, model_config: Any) -> Settings:
