@@ -169,7 +169,7 @@ def test_a_field_with_the_same_meaning_gives_its_value_to_the_setting(name: str)
 
 
 def test_a_field_that_is_no_setting_is_read_by_the_trainer_or_by_transformers_callbacks():
-    modules = [trainer, hub, batch, completions, trainer_callback, integration_utils]
+    modules = [trainer, callbacks, hub, batch, completions, trainer_callback, integration_utils]
     read = set(re.findall(r"\bargs\.(\w+)", "".join(map(inspect.getsource, modules))))
     others = {name for name in of_verdict("same") if not is_setting(FIELDS[name].to)}
     by_others = {"tf32", "do_train", "do_eval", "do_predict", "resume_from_checkpoint"}

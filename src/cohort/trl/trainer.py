@@ -29,6 +29,7 @@ from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of, tell_evaluation
 from cohort.trl.checkpoints import begin, best_checkpoint, check_resumable, link
 from cohort.trl.completions import CompletionTables, LastRollout
+from cohort.trl.findings import Findings
 from cohort.trl.given import (
     checked_tokenizer,
     count_prompts,
@@ -180,7 +181,9 @@ class GRPOTrainer:
             first = self.state.global_step
             with contextlib.closing(steps), self._state_of_a_stop():
                 self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+                findings = Findings(self.core.folder if self.is_world_process_zero() else None)
                 for metrics in steps:
+                    findings.show(metrics)
                     if self._end_rollout() and metrics["step"] < self.core.schedule.steps:
                         self._events.end_epoch()
                         self._save()
