@@ -16,7 +16,7 @@ from transformers.integrations import integration_utils
 
 from cohort.config import GRPOConfig as Settings
 from cohort.errors import ConfigError
-from cohort.trl import GRPOConfig, batch, completions, hub, trainer
+from cohort.trl import GRPOConfig, batch, callbacks, completions, hub, trainer
 from cohort.trl.config import defaults
 from cohort.trl.fields import FIELDS, RENAMED, of_verdict
 from cohort.trl.translate import translate
