@@ -36,7 +36,7 @@ from cohort.train.record import recorded
 from cohort.train.requests import Requests
 from cohort.train.resume import resume as resume_run
 from cohort.train.signals import obeying_signals
-from cohort.train.stop import save_instant, stop_point, with_resume_hint
+from cohort.train.stop import save_instant, saved_when_left, stop_point, with_resume_hint
 from cohort.train.summary import end_summary, evaluate_before, record_step
 from cohort.watchdog import dumps_on_quit
 
@@ -105,7 +105,7 @@ class GRPOTrainer:
         self._prints = config.report.progress and self.world.is_main
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
-        self._recorded, missing = recorded(config, *given)
+        self.recorded, missing = recorded(config, *given)  # the settings, with the names of what was given
         self.started_by = Start(missing=missing)
         same = {name: fact for name, fact in self._facts.items() if name not in ("machine", "threads")}
         ranks.check_same(self.world, config, {**same, "weights": self._weights})
@@ -240,7 +240,8 @@ class GRPOTrainer:
         self, *, resume: Resume = False, allow_changed: Collection[str] = (), companion: Companion | None = None
     ) -> Generator[dict[str, Any]]:
         """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the
-        checkpoint to resume. The folder is this trainer's until the iterator ends or is closed.
+        checkpoint to resume. The folder is this trainer's until the iterator ends or is closed. A loop that is left
+        writes a checkpoint, in a process that trains alone.
 
         Args:
             resume, allow_changed: as ``train`` takes them.
@@ -248,7 +249,7 @@ class GRPOTrainer:
         """
         if self.folder is not None:
             raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
-        folder, beginning = self._found or find_folder(self._recorded, self.world, resume, allow_changed)
+        folder, beginning = self._found or find_folder(self.recorded, self.world, resume, allow_changed)
         with closed_on_error(folder):
             if beginning is Beginning.COMPLETE:
                 self.summary = on_main(self.world, folder.read_summary)
@@ -263,7 +264,8 @@ class GRPOTrainer:
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {**parts.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
-        return closing(folder, self._callbacks.with_on_end(self._steps(folder, parts, first_step)))
+        steps = saved_when_left(parts, folder, self._steps(folder, parts, first_step))
+        return closing(folder, self._callbacks.with_on_end(steps))
 
     def make_parts(self) -> TrainerParts:
         """What the loop works on, as before the first step. Begins nothing."""
@@ -365,11 +367,11 @@ class GRPOTrainer:
     def began_as(self, start: Start, settings: GRPOConfig, folder: RunFolder, beginning: Beginning) -> None:
         """Take what the command line knows better than the arguments: how the process was started, the settings as the
         run folder has them, the folder, and how to begin with what is in it."""
-        self.started_by, self._recorded, self._found = start, settings, (folder, beginning)
+        self.started_by, self.recorded, self._found = start, settings, (folder, beginning)
 
     def _start(self, folder: RunFolder, beginning: Beginning) -> int:
         text, again = self.prompts.fetch(DataCursor(), 1)[0].text, beginning is Beginning.AGAIN
-        on_main(self.world, lambda: folder.start(self._recorded, text, anew=again))
+        on_main(self.world, lambda: folder.start(self.recorded, text, anew=again))
         log_to(folder, self.world)
         set_seed(ranks.seed_of(self.args.run.seed, self.world))
         if self._prints:
@@ -378,7 +380,7 @@ class GRPOTrainer:
         return 0
 
     def _resume(self, folder: RunFolder, parts: TrainerParts, allowed: Collection[str]) -> int:
-        step, self.schedule, changes = resume_run(folder, parts, self.schedule, self._recorded, allowed)
+        step, self.schedule, changes = resume_run(folder, parts, self.schedule, self.recorded, allowed)
         log_to(folder, self.world)
         if self._prints:
             announce(self.describe(), f"resuming {folder.path} after step {step}", *changes)

@@ -11,6 +11,7 @@ from files named in the settings are loaded from the source that the parent read
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -157,6 +158,14 @@ class _Pool:
             process.kill()
         marks = [process.end()[1] for process in self._processes]
         orphans.kill_marked(*filter(None, marks))
+
+
+def close_at_exit(one: Any) -> None:
+    """Close an object that is alive when the interpreter exits: before workers stop, and what is registered later is
+    closed first."""
+    weakref.finalize(one, bool)  # all finalizers are one exit function, registered with the first: now at the latest
+    found = weakref.ref(one)
+    atexit.register(lambda: (alive := found()) is not None and alive.close())
 
 
 def make_calls(calls: queue.SimpleQueue[Any], call: Callable[..., Any]) -> None:

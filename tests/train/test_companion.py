@@ -49,6 +49,8 @@ def test_state_evaluation_and_checkpoint_between_steps(demo_tokenizer, tmp_path)
     assert broken.checkpoint() == tmp_path / "broken" / "checkpoints" / "step-2"
     assert (broken.checkpoint() / "manifest.json").exists()  # it is written already
     steps.close()
+    with pytest.raises(RunFolderError, match=r"^the run was begun with cohort\.trl"):
+        make("broken")[0].steps(resume=True)
     resumed, companion = make("broken")
     list(resumed.steps(resume=True, companion=companion))
     assert (companion.count, companion.told, whole.told) == (4, [3, 4], [1, 2, 3, 4])

@@ -125,3 +125,6 @@ def test_data_that_does_not_fill_a_generation_is_refused():
         Batch.of(args, 1).max_steps(args, 1)
     with pytest.raises(ConfigError, match="set max_steps"):
         Batch.of(args, 1).max_steps(args, None)
+    args = arguments(steps_per_generation=1, gradient_accumulation_steps=4)
+    with pytest.raises(DataError, match=r"the 8 of one update \(4 generations of generation_batch_size 8 / "):
+        Batch.of(args, 1).max_steps(args, 7)

@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from cohort.trl.__main__ import REWARDS, load_reward, main
+import cohort.cli
+from cohort.runs import how_to_continue
+from cohort.trl import GRPOTrainer
+from cohort.trl.__main__ import REWARDS, load_reward, main, make_parser
 from tests.conftest import DEMO_MODEL
 
 
@@ -95,3 +98,45 @@ def test_names_of_rewards():
     assert load_reward("soft_overlong(max_length=8, buffer=2)").keywords == {"max_length": 8, "buffer": 2}
     assert load_reward("gsm8k").__name__ == "gsm8k"
     assert load_reward("tests.trl.test_command.shortness")(completions=[[{"content": "ab"}]]) == [-2.0]
+
+
+def test_one_reward_function_in_a_recipe(data):
+    (data / "recipe.yaml").write_text(RECIPE.replace("[tests", "tests").replace("shortness]", "shortness"))
+    script, *_ = make_parser().parse_args_and_config(["--config", "recipe.yaml"])
+    assert script.reward_funcs == ["tests.trl.test_command.shortness"]
+
+
+def test_a_stopped_run_goes_on(data, capsys, monkeypatch):
+    """In a folder with the log of a shell; by the flag that the messages name, and by nothing else."""
+    recipe = RECIPE.replace("run\n", "run\nlr_scheduler_type: constant\n").replace("disable_tqdm: true\n", "")
+    (data / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    (data / "run").mkdir()
+    (data / "run" / "train.log").write_text("mine", encoding="utf-8")
+    command, evaluated = ["--config", "recipe.yaml"], GRPOTrainer._end_rollout
+
+    def stopping(self, *given):
+        self.core.stop()
+        return evaluated(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_end_rollout", stopping)
+        assert main(command) == 75
+    said = capsys.readouterr().err
+    assert said.count("; continue with the same command and --resume_from_checkpoint true") == 1
+    assert main(command) == 2
+    assert "already holds a run: continue it with --resume_from_checkpoint true, or choose" in capsys.readouterr().err
+    assert cohort.cli.main(["resume", "run"]) == 2
+    assert "with the same command and --resume_from_checkpoint true" in capsys.readouterr().err
+    assert how_to_continue(data / "run").startswith("the same command")
+    assert main([*command, "--resume_from_checkpoint", "true"]) == 0
+    assert (data / "run" / "checkpoint-2" / "trainer_state.json").exists()
+    assert (data / "run" / "train.log").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("name", ["checkpoint-7/", "model.safetensors", "rollouts/"])
+def test_nothing_is_written_over(data, capsys, name):
+    (data / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    path = data / "run" / name
+    path.mkdir(parents=True) if name.endswith("/") else (path.parent.mkdir(), path.touch())
+    assert main(["--config", "recipe.yaml"]) == 2
+    assert f"run has {path.name}, which " in capsys.readouterr().err

@@ -66,5 +66,5 @@ def test_a_trl_script_loads_it(folder, tmp_path, trust, adapters):
 
 def test_without_permission_it_is_refused(folder, tmp_path):
     args = GRPOConfig(str(tmp_path / "run"), per_device_train_batch_size=2, max_steps=1, use_cpu=True, **SMALL)
-    with pytest.raises(ModelError, match="trust_remote_code"):
+    with pytest.raises(ModelError, match="To run it, set trust_remote_code = true"):
         GRPOTrainer(folder, digits_reward, args, ROWS)

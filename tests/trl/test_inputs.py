@@ -82,6 +82,7 @@ def test_orders_that_trl_does_not_have(args, demo_tokenizer, given, words):
         ({"args": TrainingArguments("x", use_cpu=True)}, ConfigError, "args is transformers's TrainingArguments"),
         ({"args": {"max_steps": 1}}, ConfigError, "args is builtins's dict: expected cohort.trl.GRPOConfig"),
         ({"reward_funcs": "accuracy_reward"}, ConfigError, "from cohort.trl.rewards import accuracy_reward"),
+        ({"reward_funcs": Path("no/reward_model")}, CohortError, "no/reward_model"),
         ({"rollout_func": zero}, ConfigError, "rollout_func is not supported here"),
         ({"peft_config": {"r": 8}}, ConfigError, "peft_config: expected a peft.PeftConfig"),
         ({"tools": zero}, ConfigError, "tools: expected a list of functions, got function"),

@@ -39,12 +39,14 @@ def resume(
         trust: Run the code that the settings in this run folder name, though this account has not run it before.
     """
     from cohort.config import load_config, setting_names
-    from cohort.runs import RunFolder, check_run_settings, last_start, with_whole_names
+    from cohort.runs import CONTINUED_BY, RunFolder, check_run_settings, last_start, with_whole_names
 
     folder = RunFolder(Path(run).expanduser().resolve())
     folder.check_is_run()
     settings = load_config(folder.path / "config.toml", [*overrides, f"--run.output_dir={folder.path}"])
     start, names = last_start(folder.path), setting_names(overrides)
+    if how := CONTINUED_BY.get(start.begun_by):
+        raise RunFolderError(f"{folder.path} was begun with cohort.trl: continue it with {how}")
     given = {"data.train": "train_dataset", "data.eval": "eval_dataset", "reward.functions": "reward_funcs"}
     given |= {"environment.tools": "tools", "environment.factory": "environment_factory", "model.path": "model"}
     missing = {name: what for name, what in start.missing.items() if name not in {given.get(key) for key in names}}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
 import logging
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -24,7 +22,7 @@ from cohort.environments.shapes import Shape, call_tool, choose, error_text, per
 from cohort.environments.tools import Tool, Toolbox
 from cohort.errors import ConfigError, EpisodeError
 from cohort.types import Prompt
-from cohort.workers import CallFailed, Workers
+from cohort.workers import CallFailed, Workers, close_at_exit
 
 log = logging.getLogger("cohort.environments")
 CLOSE_SECONDS = 10.0
@@ -86,6 +84,7 @@ class Host:
         self._live: dict[Hashable, _Live] = {}
         self._closing: set[Future[Ended]] = set()
         self._open = False
+        close_at_exit(self)  # after the steps of a run, which begin later
 
     def tools(self, row: Mapping[str, Any]) -> Toolbox:
         """The tools that the policy can call in an episode of a row: those of the settings that the row allows, and the
@@ -115,12 +114,7 @@ class Host:
             DataError: the row names a tool or an environment that does not exist, or lacks a column.
         """
         assert episode not in self._live, f"episode {episode} has begun already"
-        if not self._open:
-            self._open = True
-            # Exit functions run in reverse order. All finalizers, which stop worker processes, are one exit function,
-            # registered with the first: now at the latest, so that environments are closed before it runs.
-            weakref.finalize(self, bool)
-            atexit.register(self.close)
+        self._open = True
         row, shape = prompt.columns, choose(self._shapes, prompt.columns)
         live = _Live(self.tools(row), shape, next(_numbers))
         if shape is None:
@@ -179,7 +173,6 @@ class Host:
             self._calls.close()
             for home in self._homes:
                 home.close()
-            atexit.unregister(self.close)
 
     def check(self) -> None:
         """Check that the event loop reacts within ``call_timeout``; for when nothing has been answered for that long.

@@ -21,6 +21,7 @@ from cohort.report.console.tail import Tail, read_starts
 from cohort.report.console.view import Moment, as_plain, hanging, view
 from cohort.report.files import DAMAGE, json_object, read_file, run_folder
 from cohort.report.words import clean, duration
+from cohort.runs import how_to_continue
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks at the run."""
@@ -94,7 +95,7 @@ class Watched:
         if self._locked is False:
             ago = "" if progress.time is None else f", {duration(max(0.0, now - progress.time))} ago"
             after = f"after step {progress.step}{ago}" if progress.step else "before the end of a step"
-            return "stopped", f"stopped {after}: run.lock is free. cohort resume {self.folder} continues the run"
+            return "stopped", f"stopped {after}: run.lock is free. {how_to_continue(self.folder)} continues the run"
         late = self._late(now)
         if not late:
             return "running", f"step {progress.step + 1}"

@@ -14,7 +14,14 @@ from cohort.runs.models import check_saved, save_model
 from cohort.runs.reading import damage_named, read_best, read_metrics, read_object, steps_of
 from cohort.runs.rollouts import StoredRollout, Unstorable, load_rollout, save_rollout
 from cohort.runs.saving import save_merged
-from cohort.runs.starts import Start, last_start, with_overrides_of_start, with_whole_names
+from cohort.runs.starts import (
+    CONTINUED_BY,
+    Start,
+    how_to_continue,
+    last_start,
+    with_overrides_of_start,
+    with_whole_names,
+)
 from cohort.runs.tables import completion_columns, score_columns
 from cohort.runs.tensors import fill
 from cohort.runs.trust import MODEL_CODE, check_code, check_files, check_run_settings

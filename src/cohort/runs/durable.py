@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +29,23 @@ log = logging.getLogger("cohort.runs")
 MANIFEST, FORMAT = "manifest.json", 1
 
 
+class _Threads(ThreadPoolExecutor):
+    """Threads. Once the interpreter exits, when no pool takes work, the calling thread: a checkpoint may come then."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        try:
+            return super().submit(function, *arguments, **named)
+        except RuntimeError:
+            done: Future[Any] = Future()
+            done.set_result(function(*arguments, **named))
+            return done
+
+
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a new file to the disk. A thread hashes each chunk while the next one is made and written."""
     digest, size = hashlib.sha256(), 0
     path.parent.mkdir(exist_ok=True)
-    with path.open("xb") as file, ThreadPoolExecutor(1) as thread:
+    with path.open("xb") as file, _Threads(1) as thread:
         hashed: Future[None] | None = None
         for chunk in chunks:
             file.write(chunk)
@@ -180,7 +192,7 @@ def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[
         with (folder / name).open("rb") as file:
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
-    with ThreadPoolExecutor() as threads:
+    with _Threads() as threads:
         return list(threads.map(record, names))
 
 

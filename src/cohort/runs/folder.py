@@ -35,7 +35,7 @@ from cohort.lock import LOCK, Lock
 from cohort.objective import explain
 from cohort.parallel import World, on_main
 from cohort.runs import durable
-from cohort.runs.anew import clear
+from cohort.runs.anew import WRITTEN, clear
 from cohort.runs.changes import Change, check_keys, refuse, setting_changes
 from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of, saved_identity
 from cohort.runs.durable import write_atomically
@@ -57,10 +57,11 @@ class RunFolder:
     Args:
         path: the folder. It need not exist.
         settings: when to write checkpoints, and which to keep. None: the defaults.
+        shared: whether a new run may begin in a folder that holds something else, if it writes over none of it.
     """
 
-    def __init__(self, path: str | Path, settings: RunConfig | None = None) -> None:
-        self.path = Path(path).expanduser()
+    def __init__(self, path: str | Path, settings: RunConfig | None = None, *, shared: bool = False) -> None:
+        self.path, self._shared = Path(path).expanduser(), shared
         self._lock = Lock(self.path)
         self._settings = settings or RunConfig()
         self._writer = Writer(self._settings.stop_when_unsaved_minutes)
@@ -77,10 +78,11 @@ class RunFolder:
         return cls(next(path for path in paths if not path.exists()))
 
     def check_free(self) -> None:
-        """Check that the folder is empty or does not exist.
+        """Check that a new run may begin: the folder is empty, does not exist, or holds nothing of the names that a
+        run writes if it is shared.
 
         Raises:
-            RunFolderError: it is not, or another process writes it.
+            RunFolderError: it may not, or another process writes the folder.
         """
         check_files(self.path)
         self._lock.check()
@@ -88,8 +90,13 @@ class RunFolder:
             raise RunFolderError(f"{self.path} is a file: choose another run.output_dir")
         if not self.path.exists() or all(_is_no_run(path) for path in self.path.iterdir()):
             return
-        if not self.is_run:
+        if not self.is_run and not self._shared:
             raise RunFolderError(f"{self.path} is not empty: choose another run.output_dir")
+        if not self.is_run:
+            if found := [name for name in WRITTEN if (self.path / name).exists()]:
+                taken = ", ".join(found)
+                raise RunFolderError(f"{self.path} has {taken}, which a run writes: choose another run.output_dir")
+            return
         how = f"continue it with 'cohort resume {self.path}' or train(resume=True), or choose another run.output_dir"
         raise RunFolderError(f"{self.path} already holds a run: {how}")
 

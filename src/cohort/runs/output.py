@@ -12,6 +12,7 @@ from cohort.errors import ConfigError
 from cohort.parallel import World, on_main
 from cohort.runs.auto import Beginning, Resume, find_run
 from cohort.runs.folder import RunFolder
+from cohort.workers import close_at_exit
 
 T = TypeVar("T")
 
@@ -31,10 +32,11 @@ def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> 
 
 
 def find_folder(
-    config: GRPOConfig, world: World, resume: Resume, allowed: Collection[str] = ()
+    config: GRPOConfig, world: World, resume: Resume, allowed: Collection[str] = (), folder: RunFolder | None = None
 ) -> tuple[RunFolder, Beginning]:
-    """The folder of the settings, and how to begin with what is in it: ``output_folder`` and ``find_run``."""
-    folder = output_folder(config, world, resume=bool(resume))
+    """The folder of the settings unless another is given, and how to begin with what is in it: ``output_folder`` and
+    ``find_run``."""
+    folder = folder or output_folder(config, world, resume=bool(resume))
     with closed_on_error(folder):
         return folder, on_main(world, lambda: find_run(folder, config, resume, allowed))
 
@@ -50,9 +52,11 @@ def closed_on_error(folder: RunFolder) -> Iterator[None]:
 
 
 def closing(folder: RunFolder, steps: Iterable[T]) -> Generator[T]:
-    """The steps of a run, after which its folder is closed, however they end: also if they never begin."""
+    """The steps of a run, after which its folder is closed, however they end: also if they never begin, and when the
+    interpreter exits before."""
     closed = _closed_after(folder, steps)
     next(closed)  # enters the block: a generator that is not in it is closed without leaving it
+    close_at_exit(closed)
     return closed
 
 

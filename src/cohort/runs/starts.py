@@ -1,12 +1,13 @@
 """``starts.jsonl`` of a run folder: a line for each process that started or resumed the run, with what it was given.
 
 {"time": ..., "step": 0, "steps": 400, "folder": "/home/me", "overrides": ["run.max_steps"], "missing":
-{"train_dataset": "rows in memory"}, "facts": {...}}
+{"train_dataset": "rows in memory"}, "begun_by": "", "facts": {...}}
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -19,6 +20,11 @@ from cohort.errors import ConfigError, RunFolderError
 from cohort.runs.trust import check_files, check_run_settings
 
 STARTS = "starts.jsonl"
+CONTINUED_BY = {
+    "cohort.trl": "the same script and train(resume_from_checkpoint=True)",
+    "python -m cohort.trl": "the same command and --resume_from_checkpoint true",
+}
+"""How to continue a run that ``cohort resume`` does not continue, by what began it."""
 
 
 def _working_directory() -> str:
@@ -38,6 +44,8 @@ class Start:
     """The settings that the command line gave, by name. Their values are in ``config.toml``."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """What was given in Python and has no name, and what it is."""
+    begun_by: str = ""
+    """A key of ``CONTINUED_BY``, or empty."""
 
     def needed(self, *, adapters: bool) -> dict[str, str]:
         """The entries of ``missing`` that a checkpoint does not hold. With ``adapters``, it does not hold the model."""
@@ -66,8 +74,14 @@ def last_start(run: Path) -> Start:
     for line in reversed(_lines(run)):
         with suppress(TypeError, LookupError, AttributeError):
             missing = {str(name): str(what) for name, what in line["missing"].items()}
-            return Start(str(line["folder"]), tuple(map(str, line["overrides"])), missing)
+            begun_by = str(line.get("begun_by", ""))
+            return Start(str(line["folder"]), tuple(map(str, line["overrides"])), missing, begun_by)
     return Start()
+
+
+def how_to_continue(run: Path) -> str:
+    """How to continue a run, in words."""
+    return CONTINUED_BY.get(last_start(run).begun_by, f"cohort resume {shlex.quote(str(run))}")
 
 
 def latest_start_step(run: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cohort.errors import RunFolderError
 from cohort.evaluation import Evaluation
 
 
@@ -38,4 +39,12 @@ class Companion:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` gave to the checkpoint that the run goes on from; empty if it gave nothing."""
+        """Take what ``state_dict`` gave to the checkpoint that the run goes on from; empty if it gave nothing.
+
+        Raises:
+            RunFolderError: there is a state, and this companion takes none: the run goes on only with its own.
+        """
+        if state:
+            raise RunFolderError(
+                "the run was begun with cohort.trl: continue it with the script or command that began it"
+            )

@@ -6,8 +6,9 @@ A checkpoint that is written there is of this instant: the run that resumes from
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from cohort.errors import Stopped
 from cohort.parallel import on_main
@@ -52,6 +53,19 @@ def save_instant(parts: TrainerParts, folder: RunFolder, *, wait: bool = False) 
             parts.saved_instant = parts.instant
     elif wait:
         on_main(parts.world, folder.settle)
+
+
+def saved_when_left(
+    parts: TrainerParts, folder: RunFolder, steps: Generator[dict[str, Any]]
+) -> Generator[dict[str, Any]]:
+    """The steps of a run. When the loop that takes them is left, a checkpoint of this instant is written: by a process
+    that trains alone, for every rank would have to come here."""
+    try:
+        yield from steps
+    except GeneratorExit:
+        if parts.world.size == 1:
+            save_instant(parts, folder, wait=True)
+        raise
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ REWARDS = {
     "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(1280, 256),
 }
 """The names of TRL's command; the numbers are its own."""
+RESUMING = re.compile(r"train\(resume_from_checkpoint=True(?:, allow_changed=\[([^\]]*)\])?\)")
+NAME_MARKS = re.compile(r"[',]")
 
 
 @dataclass
@@ -49,6 +52,10 @@ class GRPOScriptArguments(ScriptArguments):
             "help": f"Reward functions: {', '.join(REWARDS)}; an import path, as in my_lib.rewards.mine; or a "
             "built-in reward of Cohort ('cohort rewards' lists them)."
         },
+    )
+    allow_changed: list[str] | None = field(
+        default=None,
+        metadata={"help": "What may differ from the resumed run though it changes results; the error names it."},
     )
 
 
@@ -133,7 +140,8 @@ def run(arguments: Sequence[str]) -> None:
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.begun_by = "python -m cohort.trl"
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint, allow_changed=script.allow_changed or ())
     trainer.save_model(args.output_dir)
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
@@ -151,16 +159,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         run(given)
-    except Stopped as stopped:
-        _say(stopped)
+    except Stopped:  # the trainer has said so
         return STOPPED
     except CohortError as error:
-        _say(f"error: {error}")
+        _say(f"error: {in_flags(str(error))}")
         return 1 if isinstance(error, OSError | RankError | StepError) else 2
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
     return 0
+
+
+def in_flags(text: str) -> str:
+    """A text with the command's flags in place of the arguments of ``train``.
+
+    >>> in_flags("continue it with train(resume_from_checkpoint=True, allow_changed=['code', 'seed'])")
+    'continue it with --resume_from_checkpoint true --allow_changed code seed'
+    """
+    return RESUMING.sub(
+        lambda found: (
+            "--resume_from_checkpoint true" + (f" --allow_changed {NAME_MARKS.sub('', found[1])}" if found[1] else "")
+        ),
+        text,
+    )
 
 
 def _say(text: object) -> None:

@@ -100,10 +100,12 @@ class Batch:
         if num_prompts is None and args.max_steps <= 0:
             raise ConfigError("the training data is streamed, so its length is unknown: set max_steps")
         if num_prompts is not None and num_prompts < self.prompts_per_step:
+            times = self.prompts_per_step // prompts
+            unit = f"one update ({times} generations of " if times > 1 else "one generation ("
             raise DataError(
-                f"the training data has {num_prompts} prompts, fewer than the {self.prompts_per_step} of one "
-                f"generation (generation_batch_size {self.generation_batch_size} / num_generations "
-                f"{self.num_generations}): lower per_device_train_batch_size or gradient_accumulation_steps"
+                f"the training data has {num_prompts} prompts, fewer than the {self.prompts_per_step} of {unit}"
+                f"generation_batch_size {self.generation_batch_size} / num_generations {self.num_generations}): lower "
+                "per_device_train_batch_size or gradient_accumulation_steps"
             )
         if args.max_steps > 0:
             return int(args.max_steps)

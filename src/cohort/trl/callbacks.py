@@ -21,7 +21,7 @@ from transformers.trainer_callback import DefaultFlowCallback as DefaultFlow
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import speed_metrics
 
-from cohort.errors import ConfigError, did_you_mean
+from cohort.errors import ConfigError, RunFolderError, did_you_mean
 from cohort.evaluation import Evaluation
 from cohort.train import Companion
 from cohort.train.update_metrics import EACH_UPDATE
@@ -222,12 +222,12 @@ class Events(Companion):
         """The inverse of ``state_dict``.
 
         Raises:
-            ConfigError: the run was not begun by ``cohort.trl``.
+            RunFolderError: the run was not begun by ``cohort.trl``.
         """
         trainer = self._of()
         assert trainer is not None
         if not state:
-            raise ConfigError("the run was not begun with cohort.trl: continue it with 'cohort resume'")
+            raise RunFolderError("the run was not begun with cohort.trl: continue it with 'cohort resume'")
         fresh = trainer.state
         trainer.state = restored = TrainerState(**state["state"])
         for name in ("max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs"):

@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from cohort.errors import RunFolderError
-from cohort.runs import steps_of, write_atomically
+from cohort.parallel import on_main
+from cohort.runs import RunFolder, steps_of, write_atomically
+from cohort.runs.output import find_folder
 
 log = logging.getLogger("cohort.trl")
+SAVED = ("config.json", "adapter_config.json", "*.safetensors", f"{PREFIX_CHECKPOINT_DIR}-*")
+"""What a run saves beside its own files: the model and the links to checkpoints."""
 
 
 def link(folder: Path, checkpoint: Path, state: Mapping[str, Any]) -> Path:
@@ -72,6 +77,34 @@ def best_checkpoint(folder: Path, state: Any) -> str | None:
     return str(best) if is_there else None
 
 
+def begin(core: Any, begun_by: str, *, resume: bool, allowed: Collection[str]) -> None:
+    """Give Cohort's trainer the run folder, in which a new run may find files of others.
+
+    Args:
+        core: Cohort's trainer.
+        begun_by: a key of ``cohort.runs.CONTINUED_BY``.
+        resume, allowed: as ``find_run``.
+
+    Raises:
+        RunFolderError: as ``find_run``, or a new run would write over a model.
+    """
+    if core.folder is not None:  # it has begun, which it says itself
+        return
+    folder = RunFolder(core.args.run.output_dir, core.args.run, shared=True)
+    if not resume and not folder.is_run:
+        on_main(core.world, lambda: _check_no_model(folder.path))
+    folder, beginning = find_folder(core.recorded, core.world, resume, allowed, folder)
+    core.began_as(replace(core.started_by, begun_by=begun_by), core.recorded, folder, beginning)
+
+
+def _check_no_model(folder: Path) -> None:
+    found = sorted(path.name for name in SAVED for path in folder.glob(name))
+    if found:
+        raise RunFolderError(
+            f"output_dir {folder} has {', '.join(found[:4])}, which the run would write over: set another output_dir"
+        )
+
+
 def check_resumable(output_dir: str, resume_from: str | bool | os.PathLike[str] | None) -> bool:
     """Whether a run is to be resumed; a run continues from its newest checkpoint.
 
@@ -82,17 +115,20 @@ def check_resumable(output_dir: str, resume_from: str | bool | os.PathLike[str] 
     Raises:
         RunFolderError: there is no checkpoint, or the one that is named is not the newest of the run.
     """
+    if isinstance(resume_from, str) and resume_from.lower() in ("true", "false"):  # a flag has only text
+        resume_from = resume_from.lower() == "true"
     if not resume_from:
         return False
     folder = Path(output_dir).expanduser()
+    given = folder if resume_from is True else Path(resume_from).expanduser()
+    if resume_from is not True and not given.is_dir():
+        raise RunFolderError(f"resume_from_checkpoint: there is no checkpoint {given}")
     newest = max(steps_of(folder / "checkpoints"), default=None)
-    if newest is None:
+    if resume_from is True and newest is None:
         raise RunFolderError(f"no checkpoint to resume from in output_dir {output_dir}")
     if resume_from is True:
         return True
-    given, found = Path(resume_from).expanduser(), folder / "checkpoints" / f"step-{newest}"
-    if not given.is_dir():
-        raise RunFolderError(f"resume_from_checkpoint: there is no checkpoint {given}")
+    found = folder / "checkpoints" / f"step-{newest}"
     if not given.resolve().is_relative_to(folder.resolve()):
         raise RunFolderError(
             f"resume_from_checkpoint: {given} belongs to another run than output_dir {output_dir}: set output_dir to "

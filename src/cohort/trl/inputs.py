@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 import cohort.config
 from cohort.errors import ConfigError, did_you_mean
+from cohort.trl.translate import errors_in_trl_terms
 
 
 def checked_inputs(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorator of a constructor: check the names and the kinds of its arguments.
+    """Decorator of a constructor: check the names and the kinds of its arguments, and name TRL's fields in its errors.
 
     Raises:
         ConfigError: an argument is unknown, missing, or of another kind.
@@ -45,7 +46,8 @@ def checked_inputs(init: Callable[..., None]) -> Callable[..., None]:
                     f"{name}: expected {words}, got {type(value).__name__}; the order is {', '.join(names)}: pass "
                     "arguments by name"
                 )
-        init(self, *values, **named)
+        with errors_in_trl_terms():
+            init(self, *values, **named)
 
     return checked
 
@@ -63,7 +65,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _is_rewards(value: Any) -> bool:
-    one = isinstance(value, str) or (callable(value) and not isinstance(value, PreTrainedTokenizerBase))
+    one = isinstance(value, str | os.PathLike) or (callable(value) and not isinstance(value, PreTrainedTokenizerBase))
     return value is None or one or isinstance(value, list | tuple)
 
 

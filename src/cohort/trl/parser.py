@@ -101,7 +101,8 @@ class TrlParser(HfArgumentParser):  # type: ignore[misc]  # transformers is not 
         return self.set_defaults_with_config(**{str(key): value for key, value in content.items()})
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Replace defaults, those of subparsers included. An argument with a new default is no longer required.
+        """Replace defaults, those of subparsers included. An argument with a new default is no longer required. One
+        value for a list is a list of it.
 
         Returns:
             The unknown ones, as arguments: ["--name", "value"].
@@ -109,7 +110,9 @@ class TrlParser(HfArgumentParser):  # type: ignore[misc]  # transformers is not 
         known = {action.dest: action for action in _actions(self)}
         for action in _actions(self):
             if action.dest in values:
-                action.default, action.required = values[action.dest], False
+                value = values[action.dest]
+                is_one = action.nargs == "+" and value is not None and not isinstance(value, list | tuple)
+                action.default, action.required = [value] if is_one else value, False
         return [text for key in values.keys() - known.keys() for text in (f"--{key}", str(values[key]))]
 
     def _unknown(self, arguments: Sequence[str]) -> str:

@@ -21,12 +21,13 @@ from cohort.errors import FIXABLE, ConfigError, Stopped
 from cohort.parallel import on_main
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
+from cohort.runs import CONTINUED_BY
 from cohort.runs.checkpoints import load_weights
 from cohort.train.resume import RunEndedError
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of, tell_evaluation
-from cohort.trl.checkpoints import best_checkpoint, check_resumable, link
+from cohort.trl.checkpoints import begin, best_checkpoint, check_resumable, link
 from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.given import (
     checked_tokenizer,
@@ -44,9 +45,6 @@ from cohort.trl.notice import differences
 from cohort.trl.overrides import absent_attribute, check_overrides
 from cohort.trl.processes import Processes
 from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate, trusts_code
-
-AGAIN = "the same script and train(resume_from_checkpoint=True)"
-"""How to continue a run."""
 
 
 class GRPOTrainer:
@@ -75,6 +73,7 @@ class GRPOTrainer:
 
     __getattr__ = absent_attribute
     _tag_names = ("cohort", "grpo")
+    begun_by = "cohort.trl"  # what begins the run: a key of cohort.runs.CONTINUED_BY
     is_fsdp_enabled = is_deepspeed_enabled = False
     """Scripts ask before they gather weights themselves. ``save_model`` gathers them here in any layout."""
 
@@ -114,18 +113,17 @@ class GRPOTrainer:
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, weakref.ref(self))
         self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
-        with errors_in_trl_terms():
-            self.core = cohort.trainer.GRPOTrainer(
-                prepared_model(model, args, config, peft_config, quantization_config),
-                self.reward_funcs,
-                config,
-                self.train_dataset,
-                None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-                tokenizer or _tokenizer_of(model, config),
-                tools,
-                environment_factory,
-                [shown] if args.log_completions else (),
-            )
+        self.core = cohort.trainer.GRPOTrainer(
+            prepared_model(model, args, config, peft_config, quantization_config),
+            self.reward_funcs,
+            config,
+            self.train_dataset,
+            None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
+            tokenizer or _tokenizer_of(model, config),
+            tools,
+            environment_factory,
+            [shown] if args.log_completions else (),
+        )
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
         self.accelerator = Processes(self.core.world, self.core.policy.device)
@@ -174,9 +172,10 @@ class GRPOTrainer:
         resume, started = check_resumable(self.args.output_dir, resume_from_checkpoint), time.time()
         if self.is_world_process_zero():
             announce(self._notice)
-        hint = with_resume_hint(AGAIN, show=self.is_world_process_zero())
+        hint = with_resume_hint(CONTINUED_BY[self.begun_by], show=self.is_world_process_zero())
         with errors_in_trl_terms(), self.core.obeying_signals(), hint:
             allowed = [key_of_setting(key) for key in allow_changed]
+            begin(self.core, self.begun_by, resume=resume, allowed=allowed)
             steps = self._steps(resume=resume, allowed=allowed)
             first = self.state.global_step
             with contextlib.closing(steps), self._state_of_a_stop():

@@ -27,6 +27,8 @@ SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)}|trust_region|mi
 """A setting of Cohort in a text."""
 ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
 """How to resume a changed run, in errors of Cohort."""
+COHORT_RESUME = re.compile(r"'cohort resume [^']*' or (?=train\()")
+"""How to resume a run of Cohort alone."""
 BEST = re.compile(r"(?:eval_)?(?:(.+?)_)?(reward|rewards/.+/mean|completions/mean_length)")
 """A metric of an evaluation, with the name of the set."""
 INSTEAD = {
@@ -34,6 +36,7 @@ INSTEAD = {
     "data.train": "train_dataset",
     "data.eval": "eval_dataset",
     "model.path": "model",
+    "model.revision": "model_init_kwargs['revision']",
     "reward.functions": "reward_funcs",
     "environment.tools": "tools",
     "environment.factory": "environment_factory",
@@ -173,6 +176,7 @@ def in_trl_terms(text: str) -> str:
     """
     text = ALLOWING.sub("train(resume_from_checkpoint=True, allow_changed", text)
     text = SETTING.sub(_in_place_of, text)
+    text = COHORT_RESUME.sub("", text)
     return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
 
 

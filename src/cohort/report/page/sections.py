@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from cohort.report.files import flat
 from cohort.report.history import RunHistory
 from cohort.report.page.blocks import MAX_KEY, short
 from cohort.report.words import PHASES, duration
+from cohort.runs import how_to_continue
 
 HEADLINE = re.compile(r"(^|/)(reward|pass@1)/mean$")
 MAX_VALUE = 2_000
@@ -39,7 +39,7 @@ def run_state(history: RunHistory) -> tuple[str, str]:
     if history.summary is not None:
         early = ": stopped early, no better evaluation" if history.summary.get("stopped_early") else ""
         return "complete", f"complete{early}"
-    resume = f"cohort resume {shlex.quote(str(history.path))} continues it"
+    resume = f"{how_to_continue(history.path)} continues it"
     try:
         known = Lock(history.path).check()
     except RunFolderError:  # a process holds it
