@@ -25,6 +25,8 @@ from cohort.trl.objective import objective_settings, one_of
 Settings = dict[str, Any]
 SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)}|trust_region|mismatch\[\d+\]|entropy)(?:\.\w+)+")
 """A setting of Cohort in a text."""
+TWICE = re.compile(r"(?:set|pass) (\w+), or (?:set|pass) \1\b")
+"""An argument of the trainer and the setting in its place, which a script has under one name."""
 ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
 """How to resume a changed run, in errors of Cohort."""
 COHORT_RESUME = re.compile(r"'cohort resume [^']*' or (?=train\()")
@@ -175,7 +177,7 @@ def in_trl_terms(text: str) -> str:
     'max_completion_length must be positive; see optim.microbatch_tokens'
     """
     text = ALLOWING.sub("train(resume_from_checkpoint=True, allow_changed", text)
-    text = SETTING.sub(_in_place_of, text)
+    text = TWICE.sub(r"pass \1", SETTING.sub(_in_place_of, text))
     text = COHORT_RESUME.sub("", text)
     return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
 
@@ -188,11 +190,12 @@ def _in_place_of(found: re.Match[str]) -> str:
 def key_of_setting(name: str) -> str:
     """The setting, or the fact, that an error about a changed run names in TRL's terms.
 
-    >>> key_of_setting("learning_rate"), key_of_setting("code")
-    ('optim.learning_rate', 'code')
+    >>> key_of_setting("learning_rate"), key_of_setting("max_steps"), key_of_setting("code")
+    ('optim.learning_rate', 'run.max_steps', 'code')
     """
     field = FIELDS.get(name.partition(" or ")[0])
-    return field.to if field and "." in field.to else name
+    of_setting = {words: setting for setting, words in INSTEAD.items()}
+    return field.to if field and "." in field.to else of_setting.get(name, name)
 
 
 def _model(args: Any, model_config: Any) -> Settings:
