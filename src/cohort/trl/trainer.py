@@ -56,7 +56,7 @@ class GRPOTrainer:
         model: a folder, a hub id, or a loaded model of transformers or peft.
         reward_funcs: functions, names of reward models, or loaded reward models; one or a list.
         args: a ``cohort.trl.GRPOConfig``. None: the defaults, with "MODEL-GRPO" as ``output_dir``.
-        train_dataset: rows with a column ``prompt``.
+        train_dataset: rows with a column ``prompt``. None: an environment gives the prompts, and ``max_steps`` is set.
         eval_dataset: rows for evaluation, or a dict of named sets.
         processing_class: the tokenizer. None: the one in the model's folder.
         reward_processing_classes: tokenizers of the reward models. None: those in their folders.
@@ -107,9 +107,11 @@ class GRPOTrainer:
         tokenizer = checked_tokenizer(processing_class)
         set_seed(args.seed)
         model = of_revision(model, args)
+        batch = Batch.of(args, args.world_size)
+        if train_dataset is None and environment_factory is not None:
+            train_dataset = batch.blank_rows(args, environment_factory)
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
         count = count_prompts(train_dataset)
-        batch = Batch.of(args, args.world_size)
         model_config = read_config(model, trust_remote_code=trusts_code(args))
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, weakref.ref(self))
