@@ -494,6 +494,10 @@ def test_folders_that_are_taken(straight, demo_tokenizer, tmp_path):
         make(demo_tokenizer, folder).train()
     with pytest.raises(RunFolderError, match="no checkpoint to resume from in output_dir"):
         make(demo_tokenizer, tmp_path / "none").train(resume_from_checkpoint=True)
+    with pytest.raises(RunFolderError, match="there is no checkpoint .*nowhere/checkpoint-3"):
+        make(demo_tokenizer, tmp_path / "none").train(resume_from_checkpoint=str(tmp_path / "nowhere" / "checkpoint-3"))
+    with pytest.raises(RunFolderError, match="belongs to another run than output_dir"):
+        make(demo_tokenizer, tmp_path / "none").train(resume_from_checkpoint=str(folder / "checkpoint-8"))
     with pytest.raises(RunFolderError, match="is not the newest checkpoint of the run"):
         make(demo_tokenizer, folder).train(resume_from_checkpoint=str(folder / "checkpoint-4"))
     (tmp_path / "other" / "checkpoints" / "step-1").mkdir(parents=True)
