@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from cohort.cli import main
+from cohort.data.source import read_source
 from cohort.flags import EvalFlags, GenerateFlags
 from cohort.presets import PRESETS
 from cohort.report.console.display import StepDisplay
@@ -51,6 +52,16 @@ def gsm8k_command(model_folder, tmp_path, monkeypatch):
         *("--data.eval_rows", "4", "--run.max_steps", "2", "--rollout.prompts_per_step", "2"),
         *("--rollout.num_generations", "3", "--rollout.max_completion_length", "8", "--optim.warmup_steps", "1"),
     ]
+
+
+def test_the_example_names_data_that_every_clone_finds(monkeypatch):
+    import datasets
+
+    data, asked = tomllib.loads(EXAMPLE.read_text())["data"], []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((*a, k["split"])) or [{"question": "1"}])
+    for name, split in ((data["train"], "train"), (data["eval"], "test")):
+        assert read_source(name, name, split)
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
 
 
 needs_gsm8k = pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K rows are not beside the repository")

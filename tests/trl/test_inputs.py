@@ -88,7 +88,7 @@ def test_orders_that_trl_does_not_have(args, demo_tokenizer, given, words):
         ({"tools": zero}, ConfigError, "tools: expected a list of functions, got function"),
         ({"optimizers": ("a", None)}, ConfigError, "optimizers: expected .*of torch"),
         ({"environment_factory": 3}, ConfigError, "environment_factory: expected a class or function"),
-        ({"train_dataset": None}, DataError, "no training data"),
+        ({"train_dataset": None}, DataError, "no training data: pass train_dataset$"),
         ({"train_dataset": "data/train.jsonl"}, ConfigError, "train_dataset: expected rows, got the name 'data/train"),
         ({"eval_dataset": Path("test.jsonl")}, ConfigError, "eval_dataset: expected rows, got the name 'test.jsonl'"),
         ({"eval_dataset": {"aime": "aime"}}, ConfigError, r"eval_dataset\['aime'\]: expected rows, got the name"),

@@ -499,3 +499,17 @@ def test_folders_that_are_taken(straight, demo_tokenizer, tmp_path):
     (tmp_path / "other" / "checkpoints" / "step-1").mkdir(parents=True)
     with pytest.raises(RunFolderError, match="belongs to another run than output_dir"):
         make(demo_tokenizer, tmp_path / "other").train(resume_from_checkpoint=str(folder / "checkpoint-8"))
+
+
+def test_a_run_without_scores_says_so(demo_tokenizer, tmp_path, capsys):
+    def unscored(completions, **_):
+        return [None] * len(completions)
+
+    trainer = make(demo_tokenizer, tmp_path / "run", reward=unscored, max_steps=4, logging_steps=1)
+    trainer.train()
+    said = capsys.readouterr().out
+    assert "how this run differs" in said
+    assert "first prompt" in said  # disable_tqdm hides the progress bar alone
+    assert "rollout 1: " in said
+    assert ": None" not in said
+    assert None not in [value for entry in trainer.state.log_history for value in entry.values()]

@@ -58,7 +58,7 @@ def create_repo(args: Any) -> str:
     try:
         repo = HfApi().create_repo(name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True)
     except Exception as error:  # of the network, of permissions, of the name
-        detail = next(iter(str(error).splitlines()), type(error).__name__)
+        detail = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise ConfigError(
             f"push_to_hub: cannot make the repository {name!r} on the hub: {detail}. Log in with `hf auth login` or "
             "set hub_token; or leave push_to_hub unset"

@@ -25,6 +25,8 @@ from cohort.trl.objective import objective_settings, one_of
 Settings = dict[str, Any]
 SETTING = re.compile(rf"\b(?:{'|'.join(GRPOConfig.model_fields)}|trust_region|mismatch\[\d+\]|entropy)(?:\.\w+)+")
 """A setting of Cohort in a text."""
+TWICE = re.compile(r"(?:set|pass) (\w+), or (?:set|pass) \1\b")
+"""An argument of the trainer and the setting in its place, which a script has under one name."""
 ALLOWING = re.compile(r"--allow-changed [^;]*; in Python, train\(resume=True, allow_changed")
 """How to resume a changed run, in errors of Cohort."""
 COHORT_RESUME = re.compile(r"'cohort resume [^']*' or (?=train\()")
@@ -124,7 +126,6 @@ def translate(
         },
         "parallel": {"layout": layout_of(args), "rank_timeout": float(args.ddp_timeout)},
         "run": _run(args, batch.rollouts(updates)),
-        "report": {"progress": not args.disable_tqdm},
     }
     with errors_in_trl_terms():
         return GRPOConfig(**settings)
@@ -175,7 +176,7 @@ def in_trl_terms(text: str) -> str:
     'max_completion_length must be positive; see optim.microbatch_tokens'
     """
     text = ALLOWING.sub("train(resume_from_checkpoint=True, allow_changed", text)
-    text = SETTING.sub(_in_place_of, text)
+    text = TWICE.sub(r"pass \1", SETTING.sub(_in_place_of, text))
     text = COHORT_RESUME.sub("", text)
     return text.replace("train(resume=True)", "train(resume_from_checkpoint=True)")
 
