@@ -153,6 +153,9 @@ def test_an_illness_that_is_known_without_sampling(folder, capsys, name):
 def test_many_illnesses_at_once(folder, capsys):
     together = ("columns", "held out", "lengths", "schedule", "sampling", "optimizer", "blind to answers")
     arguments = [argument for name in together for argument in ILLNESSES[name][0]]
+    while "--reward.functions" in arguments:  # a list setting is given once
+        at = arguments.index("--reward.functions")
+        del arguments[at : at + 2]
     functions = '["{0}/rewards.py:near", "{0}/rewards.py:blind"]'
     skip = [one for one in STATIC if one != "answers"]
     more = ["--reward.functions", functions, "--optim.learning_rate", "1e-6", "--optim.warmup_steps", "4"]

@@ -189,7 +189,7 @@ def test_an_update_that_was_skipped_and_values_that_are_none_leave_the_means():
     log.add({})
     log.add(update(3, entropy=float("nan")))
     entry = log.entry()
-    assert entry["reward"] is None
+    assert "reward" not in entry
     assert entry["loss"] == pytest.approx(-0.5)
     assert entry["entropy"] == 2.0
     assert log.updates == 3
@@ -219,3 +219,13 @@ def test_evaluations():
     assert one == {f"eval_{key}": value for key, value in expected.items()}
     named = evaluation_keys({f"eval/hard/{key}": value for key, value in metrics.items()}, "hard", 100)
     assert named == {f"eval_hard_{key}": value for key, value in expected.items()}
+
+
+def test_the_printed_line_has_all_but_cohorts_own_keys():
+    log = window()
+    log.add(update(1), rollout())
+    entry = log.entry()
+    shown = log.without_own(entry | {"mine": 1.0, "eval_reward": 2.0})
+    assert shown.items() >= {"mine": 1.0, "eval_reward": 2.0, "reward": entry["reward"]}.items()
+    assert "seconds/step" in entry
+    assert "seconds/step" not in shown

@@ -494,8 +494,26 @@ def test_folders_that_are_taken(straight, demo_tokenizer, tmp_path):
         make(demo_tokenizer, folder).train()
     with pytest.raises(RunFolderError, match="no checkpoint to resume from in output_dir"):
         make(demo_tokenizer, tmp_path / "none").train(resume_from_checkpoint=True)
+    with pytest.raises(RunFolderError, match="there is no checkpoint .*nowhere/checkpoint-3"):
+        make(demo_tokenizer, tmp_path / "none").train(resume_from_checkpoint=str(tmp_path / "nowhere" / "checkpoint-3"))
+    with pytest.raises(RunFolderError, match="belongs to another run than output_dir"):
+        make(demo_tokenizer, tmp_path / "none").train(resume_from_checkpoint=str(folder / "checkpoint-8"))
     with pytest.raises(RunFolderError, match="is not the newest checkpoint of the run"):
         make(demo_tokenizer, folder).train(resume_from_checkpoint=str(folder / "checkpoint-4"))
     (tmp_path / "other" / "checkpoints" / "step-1").mkdir(parents=True)
     with pytest.raises(RunFolderError, match="belongs to another run than output_dir"):
         make(demo_tokenizer, tmp_path / "other").train(resume_from_checkpoint=str(folder / "checkpoint-8"))
+
+
+def test_a_run_without_scores_says_so(demo_tokenizer, tmp_path, capsys):
+    def unscored(completions, **_):
+        return [None] * len(completions)
+
+    trainer = make(demo_tokenizer, tmp_path / "run", reward=unscored, max_steps=4, logging_steps=1)
+    trainer.train()
+    said = capsys.readouterr().out
+    assert "how this run differs" in said
+    assert "first prompt" in said  # disable_tqdm hides the progress bar alone
+    assert "rollout 1: " in said
+    assert ": None" not in said
+    assert None not in [value for entry in trainer.state.log_history for value in entry.values()]

@@ -14,6 +14,7 @@ completions, goes through them ``num_iterations`` (mu) times, and makes an optim
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,27 @@ class Batch:
         if args.max_steps > 0:
             return int(args.max_steps)
         return math.ceil(float(args.num_train_epochs) * self.updates_per_epoch(num_prompts or prompts))
+
+    def blank_rows(self, args: Any, environments: Any) -> list[dict[str, Any]]:
+        """Rows with blank prompts (Cohort refuses empty ones) for ``train_dataset=None``: the environment's ``reset``
+        gives the prompts. One for each prompt of a generation, as in TRL, or of a rollout where that is more.
+
+        Args:
+            args: whose ``max_steps`` ends the run.
+            environments: ``environment_factory``.
+
+        Raises:
+            ConfigError: there are several environments, or ``max_steps`` is not set.
+        """
+        if isinstance(environments, Mapping):
+            raise ConfigError(
+                "train_dataset is None, and environment_factory is a dict: pass rows with a column 'environment', or "
+                "a single environment"
+            )
+        if args.max_steps <= 0:
+            raise ConfigError("train_dataset is None, so nothing says how long an epoch is: set max_steps")
+        count = max(self.prompts_per_step, self.generation_batch_size // self.num_generations)
+        return [{"prompt": [{"role": "user", "content": " "}]} for _ in range(count)]
 
     def updates_per_epoch(self, num_prompts: int) -> int:
         """Optimizer steps of an epoch as TRL counts them."""

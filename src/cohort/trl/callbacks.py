@@ -26,7 +26,7 @@ from cohort.evaluation import Evaluation
 from cohort.train import Companion
 from cohort.train.update_metrics import EACH_UPDATE
 from cohort.trl.checkpoints import note_best
-from cohort.trl.logs import Window, evaluation_keys
+from cohort.trl.logs import Window, evaluation_keys, numbers
 
 log = logging.getLogger("cohort.trl")
 NEVER_CALLED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_predict")
@@ -253,7 +253,8 @@ def tell_evaluation(trainer: Any, evaluations: Mapping[str, Evaluation], prefix:
     for name, one in evaluations.items():
         metrics, prompts = one.metrics(name), len(one.values["reward"])
         found = evaluation_keys(metrics, name, trainer.state.num_input_tokens_seen) | metrics
-        found = {f"{prefix}{key.removeprefix('eval')}": value for key, value in found.items()}
+        found = {f"{prefix}{key.removeprefix('eval')}": value for key, value in numbers(found).items()}
+        trainer._events.window.own |= {f"{prefix}{key.removeprefix('eval')}" for key in metrics}
         batches = math.ceil(prompts / (args.eval_batch_size * args.world_size))
         named = f"{prefix}_{name}" if name else prefix
         found |= speed_metrics(named, time.time() - one.seconds, num_samples=prompts, num_steps=batches)

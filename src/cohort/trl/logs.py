@@ -43,7 +43,8 @@ class Window:
         """Tokens of all rollouts, each completion with its prompt."""
         self.total_loss, self.updates = 0.0, 0
         """Sum of the losses of all updates and their number: ``TrainOutput.training_loss`` is the mean."""
-        self._shown: set[str] = set()
+        self.own: set[str] = set()
+        """Cohort's keys among those that were logged."""
         self._step_time: float | None = None
         self._of_rollouts: list[dict[str, float | None]] = []
         self._own: list[Numbers] = []
@@ -80,9 +81,8 @@ class Window:
         return self._entropy_coef
 
     def without_own(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """An entry of the log, of training or evaluation, with TRL's keys only."""
-        others = ("epoch", "eval_", "train_")
-        return {key: value for key, value in entry.items() if key in self._shown or key.startswith(others)}
+        """An entry of the log, of training or evaluation, without Cohort's own keys: with TRL's and the script's."""
+        return {key: value for key, value in entry.items() if key not in self.own}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in types of JSON."""
@@ -95,15 +95,15 @@ class Window:
 
     def entry(self) -> dict[str, float | None]:
         """TRL's keys since the last entry, with Cohort's own of the rollouts that began since, and start a new window.
-        The caller adds ``epoch`` and ``step``."""
+        A key without a number is left out. The caller adds ``epoch`` and ``step``."""
         means = _means(self._of_rollouts) | _means(self._of_updates)
         if self._own:
             means["num_tokens"] = self.num_tokens
-        self._shown = set(means)
-        own = _means(self._own).items()
-        means |= {key: value for key, value in own if value is not None and key not in means}
+        own = {key: value for key, value in _means(self._own).items() if key not in means}
+        self.own |= own.keys()
         last = self._of_updates[-1] if self._of_updates else {}
-        means |= {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}
+        means |= own | {key: last[key] for key in ("grad_norm", "learning_rate") if key in last}
+        means = numbers(means)
         first = [key for key in OF_TRANSFORMERS if key in means]
         self._own, self._of_rollouts, self._of_updates = [], [], []
         return {key: means[key] for key in [*first, *(key for key in means if key not in first)]}
@@ -200,6 +200,15 @@ def evaluation_keys(metrics: Numbers, name: str = "", num_tokens: int = 0) -> di
 def _std(metrics: Numbers, of: str) -> dict[str, float | None]:
     """The standard deviation of an evaluation's rewards, divided by n - 1."""
     return {f"{of}/std": unbiased(metrics[f"{of}/std"], int(metrics[f"{of}/scored"] or 0))}
+
+
+def numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that have a finite number.
+
+    >>> numbers({"entropy": None, "kl": float("nan"), "reward": 0.5})
+    {'reward': 0.5}
+    """
+    return {key: value for key, value in entry.items() if value is not None and math.isfinite(value)}
 
 
 def unbiased(std: float | None, count: int) -> float | None:

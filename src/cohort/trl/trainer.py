@@ -29,6 +29,7 @@ from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of, tell_evaluation
 from cohort.trl.checkpoints import begin, best_checkpoint, check_resumable, link
 from cohort.trl.completions import CompletionTables, LastRollout
+from cohort.trl.findings import Findings
 from cohort.trl.given import (
     checked_tokenizer,
     count_prompts,
@@ -55,7 +56,7 @@ class GRPOTrainer:
         model: a folder, a hub id, or a loaded model of transformers or peft.
         reward_funcs: functions, names of reward models, or loaded reward models; one or a list.
         args: a ``cohort.trl.GRPOConfig``. None: the defaults, with "MODEL-GRPO" as ``output_dir``.
-        train_dataset: rows with a column ``prompt``.
+        train_dataset: rows with a column ``prompt``. None: an environment gives the prompts, and ``max_steps`` is set.
         eval_dataset: rows for evaluation, or a dict of named sets.
         processing_class: the tokenizer. None: the one in the model's folder.
         reward_processing_classes: tokenizers of the reward models. None: those in their folders.
@@ -106,9 +107,11 @@ class GRPOTrainer:
         tokenizer = checked_tokenizer(processing_class)
         set_seed(args.seed)
         model = of_revision(model, args)
+        batch = Batch.of(args, args.world_size)
+        if train_dataset is None and environment_factory is not None:
+            train_dataset = batch.blank_rows(args, environment_factory)
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
         count = count_prompts(train_dataset)
-        batch = Batch.of(args, args.world_size)
         model_config = read_config(model, trust_remote_code=trusts_code(args))
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
         self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, weakref.ref(self))
@@ -180,7 +183,9 @@ class GRPOTrainer:
             first = self.state.global_step
             with contextlib.closing(steps), self._state_of_a_stop():
                 self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+                findings = Findings(self.core.folder if self.is_world_process_zero() else None)
                 for metrics in steps:
+                    findings.show(metrics)
                     if self._end_rollout() and metrics["step"] < self.core.schedule.steps:
                         self._events.end_epoch()
                         self._save()

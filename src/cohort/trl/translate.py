@@ -126,7 +126,6 @@ def translate(
         },
         "parallel": {"layout": layout_of(args), "rank_timeout": float(args.ddp_timeout)},
         "run": _run(args, batch.rollouts(updates)),
-        "report": {"progress": not args.disable_tqdm},
     }
     with errors_in_trl_terms():
         return GRPOConfig(**settings)
