@@ -203,6 +203,7 @@ def _checked_names(schema: pyarrow.Schema) -> list[str]:
 
 def _read(file: pyarrow.parquet.ParquetFile, columns: list[str], rows: list[int]) -> pyarrow.Table:
     """Some columns and rows, in batches, so that no more than ``MAX_BYTES`` are held whatever the file claims."""
+    next(file.iter_batches(1, columns=columns), None)  # looks at what ``column`` below would end the process for
     _check_claims(file.metadata, set(columns))
     pieces, first, size = [], 0, 0
     wanted = np.array(rows, np.int64)
