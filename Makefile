@@ -17,7 +17,7 @@ test: .venv/dev.stamp
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --ignore=tests/parity
 
 parity: .venv/bench.stamp
-	$(BIN)/python -m pytest -q tests/parity
+	$(BIN)/python -m pytest -q tests/parity tests/trl/test_inputs.py
 
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -q -m "slow and not gpu"

@@ -174,17 +174,14 @@ def test_a_run_needs_no_file_of_settings(good, model_folder, capsys):
     assert "run.max_steps: input should be greater than or equal to 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("save_steps", "left"),
-    [("1", "a checkpoint of step 1: continue with 'cohort resume"), ("0", "no checkpoint yet: start it")],
-)
-def test_an_interrupted_run_says_what_is_left(good, capsys, monkeypatch, save_steps, left):
+@pytest.mark.parametrize("save_steps", ["1", "0"])
+def test_an_interrupted_run_says_what_is_left(good, capsys, monkeypatch, save_steps):
     def interrupt(self, metrics):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(StepDisplay, "show", interrupt)
     assert main(["train", "config.toml", "--run.save_steps", save_steps, "--run.max_steps", "2"]) == 130
-    assert left in capsys.readouterr().err
+    assert "a checkpoint of step 1: continue with 'cohort resume" in capsys.readouterr().err
 
 
 def test_a_run_outlasts_the_reader_of_its_output(good, capsys, monkeypatch):

@@ -65,7 +65,8 @@ def choose_passes(model: ComputeModel) -> Passes:
     passes = first_correct(candidates, lambda candidate: logit_gaps(candidate, model), model, failures)
     if passes is None:
         passes = PlainPasses(model, Head(compute=model.precision.compute))
-        gap = float(logit_gaps(passes, model).median())
+        # A module that is no model of transformers cannot be tried.
+        gap = float(logit_gaps(passes, model).median()) if hasattr(model.model, "config") else 0.0
         if math.isfinite(gap) and gap > MAX_GAP[model.precision.compute]:
             raise ModelError(
                 f"{type(model.model).__name__} cannot be trained: a text's logits depend on the texts beside it, as in "

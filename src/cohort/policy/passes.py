@@ -325,6 +325,8 @@ class PlainPasses:
 def needs_states(model: Any) -> bool:
     """Whether padding must have an embedding that is not 0: Gemma 3n divides by norms of states without an epsilon, so
     the gradient would be NaN."""
+    if not hasattr(model, "config"):  # a module that is no model of transformers
+        return False
     return str(model.config.get_text_config().model_type).startswith("gemma3n")
 
 

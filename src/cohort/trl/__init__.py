@@ -44,10 +44,18 @@ _MODULES = {
 }
 
 
+HELPERS = frozenset(
+    {"add_response_schema", "apply_chat_template", "clone_chat_template", "create_reference_model", "extract_prompt"}
+    | {"get_training_chat_template", "is_conversational", "maybe_apply_chat_template", "maybe_convert_to_chatml"}
+    | {"maybe_extract_prompt", "pack_dataset", "prepare_multimodal_messages", "supports_tool_calling"}
+)
+"""Functions that scripts import from TRL. Other names in small letters are what tools ask a module for."""
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(f"cohort.trl.{_MODULES[name]}"), name)
-    if name.startswith("_") or importlib.util.find_spec(f"cohort.trl.{name}"):  # what a tool asks for; a submodule
+    if name not in HELPERS and not name[:1].isupper():
         raise AttributeError(f"module 'cohort.trl' has no attribute {name!r}")
     # Of an AttributeError, ``from cohort.trl import name`` would not show the message.
     raise ImportError(
