@@ -56,3 +56,10 @@ def test_a_reward_function_gets_the_state_of_transformers():
     assert asyncio.run(found[1](completions=[], trainer_state="Cohort's")) == "transformers'"
     assert last is without
     assert (name_of(plain), name_of(bound)) == (name_of(takes_all), name_of(given[1])) != (None, None)
+
+
+def test_in_a_worker_process_the_state_is_cohorts():
+    """A worker has no trainer: the rewards of ``cohort.trl.rewards`` that run there failed on every completion."""
+    config = translate(GRPOConfig("out", use_cpu=True), num_prompts=100)
+    (plain,) = reward_functions([takes_all], None, config, lambda: None)
+    assert plain(completions=[], trainer_state="Cohort's", answer="3") == [1, "Cohort's", "3"]

@@ -205,7 +205,8 @@ def _with_state(function: Callable[..., Any], trainer: Callable[[], Any]) -> Cal
     """The function with transformers' ``TrainerState``, which counts updates, in place of Cohort's."""
 
     def own(columns: dict[str, Any]) -> dict[str, Any]:
-        return columns | {"trainer_state": trainer().state} if "trainer_state" in columns else columns
+        of = trainer()  # None in a worker process, which has no trainer: then the state counts rollouts
+        return columns | {"trainer_state": of.state} if of and "trainer_state" in columns else columns
 
     @functools.wraps(function)
     def plain(*args: Any, **columns: Any) -> Any:
