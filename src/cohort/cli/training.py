@@ -101,9 +101,9 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
         raise ConfigError(f"cohort launch starts 'train', 'resume' or 'demo'{given}; others run in one process")
     inner, bound, _ = app.parse_args(list(command), exit_on_error=False, print_error=False)
     if inner in (train, resume):
-        (path, overrides), folder = file_and_overrides(bound.args), None
-        if inner is resume:
-            path, folder = str(Path(str(path)) / "config.toml"), path
+        folder = bound.args[0] if inner is resume else None
+        arguments = (str(Path(folder) / "config.toml"), *bound.args[1:]) if folder else bound.args
+        path, overrides = file_and_overrides(arguments)
         settings = settings_of(path, overrides, flags)  # mistakes are reported once
         job = job_of(
             command,

@@ -33,13 +33,24 @@ def totals(scores: Scores, completions: Sequence[tuple[int, FinishReason]], grou
         "length/min": min(lengths, default=None),
         "length/max": max(lengths, default=None),
         "length/ended_share": len(ended) / len(lengths) if lengths else None,
-        "length/ended_mean": sum(ended) / len(ended) if ended else None,
-        "length/ended_min": min(ended, default=None),
-        "length/ended_max": max(ended, default=None),
+        **ended_lengths(ended),
     }
+
+
+def ended_lengths(lengths: Sequence[int]) -> dict[str, float | None]:
+    """Mean and extremes of the lengths of completions that ended by themselves; None without any."""
+    return {
+        "length/ended_mean": sum(lengths) / len(lengths) if lengths else None,
+        "length/ended_min": min(lengths, default=None),
+        "length/ended_max": max(lengths, default=None),
+    }
+
+
+def std_of(values: Tensor) -> float | None:
+    """The standard deviation, divided by n; None without values."""
+    return float(values.std(correction=0)) if values.numel() else None
 
 
 def _spread(name: str, rewards_S: Tensor) -> dict[str, float | None]:
     scored_S = rewards_S[~rewards_S.isnan()]
-    std = float(scored_S.std(correction=0)) if scored_S.numel() else None
-    return {f"{name}/std": std, f"{name}/scored": scored_S.numel()}
+    return {f"{name}/std": std_of(scored_S), f"{name}/scored": scored_S.numel()}

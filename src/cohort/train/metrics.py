@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cohort.evaluation.totals import ended_lengths, std_of
 from cohort.objective import Objective, group_statistics, k3, segment_mean
 from cohort.parallel import World
 from cohort.rewards.scores import Scores
@@ -45,7 +46,7 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     means_R = statistics.mean_P[~statistics.mean_P.isnan()]
     metrics: dict[str, Any] = {
         "reward/mean": _mean(scored_S),
-        "reward/std": _std(scored_S),
+        "reward/std": std_of(scored_S),
         "reward/within_group_std": _mean(statistics.std_P[~statistics.std_P.isnan()]),
         "reward/unscored": int(rewards_S.isnan().sum()),
         "groups/dead_share": float(statistics.degenerate_P.double().mean()),
@@ -57,7 +58,7 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
         own = group_statistics(column_S, group_S, ddof=0)
         metrics[f"rewards/{name}"] = _mean(column_S[~column_S.isnan()])
-        metrics[f"rewards/{name}/std"] = _std(column_S[~column_S.isnan()])
+        metrics[f"rewards/{name}/std"] = std_of(column_S[~column_S.isnan()])
         metrics[f"rewards/{name}/within_group_std"] = _mean(own.std_P[~own.std_P.isnan()])
         metrics[f"rewards/{name}/dead_share"] = float(own.degenerate_P.double().mean())
         metrics[f"rewards/{name}/unscored_share"] = float(column_S.isnan().double().mean())
@@ -87,9 +88,7 @@ def length_metrics(rollout: Rollout) -> dict[str, Any]:
         "length/mean": float(lengths.mean()),
         "length/min": int(lengths.min()),
         "length/max": int(lengths.max()),
-        "length/ended_mean": sum(ended) / len(ended) if ended else None,
-        "length/ended_min": min(ended, default=None),
-        "length/ended_max": max(ended, default=None),
+        **ended_lengths(ended),
         "length/cut_share": reasons[FinishReason.LENGTH] / len(completions),
         "length/ended_share": reasons[FinishReason.EOS] / len(completions),
         "completions/errors": rollout.num_errors,
@@ -201,7 +200,3 @@ def _few_prompts(batch: TokenBatch, sequences: Sequence[int], count: int) -> lis
 
 def _mean(values: Tensor) -> float | None:
     return float(values.mean()) if values.numel() else None
-
-
-def _std(values: Tensor) -> float | None:
-    return float(values.std(correction=0)) if values.numel() else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from cohort.policy import (
     resolve_precision,
 )
 from cohort.policy.load import peft_library
-from cohort.rewards.model import RewardModel
+from cohort.rewards.contract import parameters_of
+from cohort.rewards.model import RewardModel, is_reward_model
 from cohort.trl import rewards as trl_rewards
 from cohort.trl.config import GRPOConfig as Arguments
 
@@ -176,7 +176,7 @@ def reward_functions(
 
 
 def _reward(function: Any, tokenizer: Any, trainer: Callable[[], Any], device: str) -> Callable[..., Any]:
-    is_model = isinstance(function, str | Path) or (hasattr(function, "config") and hasattr(function, "parameters"))
+    is_model = isinstance(function, str | Path) or is_reward_model(function)  # any name is one's, as in TRL
     if isinstance(function, str) and function in vars(trl_rewards):
         raise ConfigError(
             f"reward_funcs: {function!r} would be a reward model, as in TRL; pass the function itself: from "
@@ -194,11 +194,7 @@ def _reward(function: Any, tokenizer: Any, trainer: Callable[[], Any], device: s
 
 def _takes_state(function: Callable[..., Any]) -> bool:
     """Whether a function has a parameter ``trainer_state``, or takes all that it is given."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of a built-in function
-        return False
-    return "trainer_state" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return any(one.name == "trainer_state" or one.kind is one.VAR_KEYWORD for one in parameters_of(function))
 
 
 def _with_state(function: Callable[..., Any], trainer: Callable[[], Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from cohort.config import GRPOConfig
 from cohort.trl.batch import Batch
 from cohort.trl.fields import FIELDS, RENAMED
+from cohort.trl.translate import UNUSED_KEYS
 
 ENGINE = ("max_model_length", "tensor_parallel_size", "gpu_memory_utilization", "model_impl")
 ENGINE_OF_COLOCATE = (*(f"vllm_{name}" for name in ENGINE), "vllm_dtype", "vllm_enable_prefix_caching")
@@ -55,8 +56,6 @@ GATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("warmup_steps", "warmup_ratio"), lambda a: a.lr_scheduler_type != "constant", "lr_scheduler_type is 'constant'"),
 )
 """Fields; whether other fields let them count; and why they do not, where those do not."""
-UNUSED_KEYS = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
-"""Keys of ``model_init_kwargs`` without effect."""
 
 
 def _closed_gate(args: Any, name: str) -> str | None:

@@ -122,7 +122,7 @@ class GRPOTrainer:
             config,
             self.train_dataset,
             None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-            tokenizer or _tokenizer_of(model, config),
+            tokenizer,
             tools,
             environment_factory,
             [shown] if args.log_completions else (),
@@ -380,10 +380,3 @@ def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any
         raise ConfigError("optimizers: a schedule needs its optimizer: pass (optimizer, scheduler)")
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ConfigError(f"eval_strategy is {str(args.eval_strategy.value)!r}, and there is no eval_dataset")
-
-
-def _tokenizer_of(model: Any, config: Any) -> Any:
-    from cohort.policy import load_tokenizer
-    from cohort.train.inputs import model_name
-
-    return load_tokenizer(model_name(model), trust_remote_code=config.model.trust_remote_code)

@@ -74,8 +74,8 @@ SAMPLING = {
     **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
 }
 """Keys of ``generation_kwargs`` with Cohort's settings."""
-LOADING = ("revision", "attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
-"""Keys of ``model_init_kwargs`` that the trainer reads, and those without effect."""
+UNUSED_KEYS = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
+"""Keys of ``model_init_kwargs`` without effect."""
 DTYPES = {"bfloat16": "bfloat16", "float32": None, "auto": None}
 
 
@@ -203,7 +203,7 @@ def _model(args: Any, model_config: Any) -> Settings:
     loading.pop("torch_dtype", None)
     compute = DTYPES[one_of("model_init_kwargs['dtype']", dtype, DTYPES)]
     loading.pop("trust_remote_code", None)
-    if unknown := sorted(set(loading) - set(LOADING)):
+    if unknown := sorted(set(loading) - {"revision", *UNUSED_KEYS}):
         raise ConfigError(
             f"model_init_kwargs has {', '.join(map(repr, unknown))}, which is not supported here: load the model in "
             "the script and pass it to GRPOTrainer"
