@@ -30,7 +30,8 @@ MANIFEST, FORMAT = "manifest.json", 1
 
 
 class _Threads(ThreadPoolExecutor):
-    """Threads. Once the interpreter exits, when no pool takes work, the calling thread: a checkpoint may come then."""
+    """A thread pool that works in the calling thread while the interpreter exits, when pools take no work: a checkpoint
+    may be written then."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         try:

@@ -14,8 +14,8 @@ class Companion:
     nothing."""
 
     alone_asks_evaluations = False
-    """Whether the run evaluates after a step only when this object asks: not because the step is the last. Then the
-    initial model cannot be the best one either."""
+    """Whether the run evaluates after a step only when this object asks for it, even after the last step. If so, the
+    initial model cannot be the best one."""
 
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
         """An evaluation ended; a due checkpoint follows.
@@ -42,7 +42,7 @@ class Companion:
         """Take what ``state_dict`` gave to the checkpoint that the run goes on from; empty if it gave nothing.
 
         Raises:
-            RunFolderError: there is a state, and this companion takes none: the run goes on only with its own.
+            RunFolderError: the state is that of another companion, which the run needs to continue.
         """
         if state:
             raise RunFolderError(

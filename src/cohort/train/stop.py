@@ -73,7 +73,7 @@ def with_resume_hint(how: str, *, show: bool) -> Iterator[None]:
     """Add to ``Stopped`` how to continue the run that the block trains.
 
     Args:
-        how: to continue the run.
+        how: how to continue the run, in words.
         show: whether to print it: Python prints nothing of a script that ends with a code.
     """
     try:
