@@ -127,7 +127,7 @@ def settings_of(stored: Stored, config: GRPOConfig, objective: Objective) -> Set
     """The settings with which the updates of a step worked: what its file says or, if it does not, the run's."""
     facts = stored.facts
     return Settings(
-        minibatches=facts.minibatches or config.objective.minibatches,
+        minibatches=facts.minibatches or config.objective.resolved_minibatches,
         max_completion_length=facts.max_completion_length or config.rollout.max_completion_length,
         has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
         top_entropy=objective.top_entropy,
