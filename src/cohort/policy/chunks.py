@@ -54,10 +54,8 @@ class Chunks:
     def cut(self, values: Tensor, *, fill: bool = True) -> Tensor:
         """``[T, ...]`` to ``[J, C, ...]``. Padding is 0, or unless ``fill`` the values of some token."""
         cut: Tensor = values.index_select(0, self.index).unflatten(0, (-1, self.size))
-        if not (self.padded and fill):
-            return cut
-        real = self.real_JC.view(*self.real_JC.shape, *[1] * (cut.ndim - 2))
-        cut = cut * real.to(cut.dtype)
+        if self.padded and fill:
+            cut = cut * self.real_JC.view(*self.real_JC.shape, *[1] * (cut.ndim - 2)).to(cut.dtype)
         return cut
 
     def join(self, values: Tensor) -> Tensor:
