@@ -247,7 +247,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> Tensor:
     width = cos.shape[-1]
     x, rest = x[..., :width], x[..., width:]
     if neighbours:
-        cos, sin = (part[..., : width // 2].repeat_interleave(2, dim=-1) for part in (cos, sin))
+        cos, sin = (torch.stack(part.chunk(2, dim=-1), dim=-1).flatten(-2) for part in (cos, sin))
         turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
     else:
         first, second = x.chunk(2, dim=-1)
@@ -319,7 +319,8 @@ class _Rotate(torch.autograd.Function):
 def _rotated(x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, dtype: torch.dtype, **flags: bool) -> Tensor:
     (rows, heads, width), x_TAD, rotated = x_TAD.shape, x_TAD.contiguous(), cos_TR.shape[1]
     require(cos_TR.dtype == sin_TR.dtype == torch.float32, "angles are float32")
-    require(cos_TR.shape == sin_TR.shape == (rows, rotated) and rotated <= width, "an angle for each rotated number")
+    fits = rotated <= width and rotated % 2 == 0
+    require(fits and cos_TR.shape == sin_TR.shape == (rows, rotated), "an angle for each rotated number")
     out = torch.empty_like(x_TAD, dtype=dtype)
     sizes = {"rows": rows, "heads": heads, "width": width, "rotated": rotated}
     call("rotate", x=x_TAD, cos=cos_TR.contiguous(), sin=sin_TR.contiguous(), out=out, **sizes, **flags)
