@@ -23,6 +23,7 @@ class Readme(MetadataHookInterface):
     """Sets ``readme``."""
 
     def update(self, metadata: dict[str, Any]) -> None:
+        """Read README.md and make its links absolute."""
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
         readme = absolute(text, metadata["urls"]["Repository"])
         metadata["readme"] = {"content-type": "text/markdown", "text": readme}
