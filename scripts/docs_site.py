@@ -75,7 +75,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
                 words = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
             there = get_relative_url(inside.removeprefix("docs/"), name)
             return f"[{words}]({there}{'#' * bool(anchor)}{anchor})"
-        return f"[{words}]({REPOSITORY}/blob/main/{inside})" if REPOSITORY else words
+        return f"[{words}]({REPOSITORY}/blob/HEAD/{inside})" if REPOSITORY else words
 
     return LINK.sub(resolved, markdown)
 
