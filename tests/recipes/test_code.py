@@ -25,15 +25,15 @@ def data(tmp_path):
     return "--data.train", tmp_path / "rows.jsonl", "--data.eval", ""
 
 
-PROGRAMS = {"a + b": (1.0, 1.0), "3": (0.0, 1.0), "a": (0.0, 0.0)}
+PROGRAMS = {"a + b": (1.0, 1.0), "3": (0.0, 1.0)}
 """What a program returns, and its rewards by the hidden tests and by the shown one."""
 
 
 def test_only_hidden_tests_are_rewarded(run_recipe, tiny_chat_model, data):
-    form = r"```python\ndef add\(a, b\): return (a \+ b|3|a)\n```|So\."
+    form = r"```python\ndef add\(a, b\): return (a \+ b|3)\n```|So\."
     run = run_recipe(
         "code", *data, "--model.path", tiny_chat_model, "--run.max_steps", "1", "--rollout.prompts_per_step", "1",
-        "--rollout.num_generations", "12", "--rollout.regex", form, "--reward.cache", "true",
+        "--rollout.num_generations", "6", "--rollout.regex", form, "--rollout.temperature", "20", "--reward.cache", "true", "--run.seed", "1",
         "--rollout.max_completion_length", "64", "--model.precision", "float32",
     )  # fmt: skip
     prompt = (run / "first_prompt.txt").read_text()
@@ -49,8 +49,7 @@ def test_only_hidden_tests_are_rewarded(run_recipe, tiny_chat_model, data):
         assert row["extra/passed"] == ("2/2" if hidden else "0/2")
     assert found == {*PROGRAMS, ""}
     step = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
-    assert step["rewards/shown/mean"] > step["rewards/hidden/mean"] > 0
-    assert step["prompts"] == 1 if "prompts" in step else True
+    assert step["rewards/shown"] > step["rewards/hidden"] > 0
 
 
 def test_a_row_whose_only_test_is_shown_is_unscored_and_part_of_the_tests_gives_part_of_the_reward():
@@ -61,9 +60,20 @@ def test_a_row_whose_only_test_is_shown_is_unscored_and_part_of_the_tests_gives_
     assert logged["passed"] == "1/2"
 
 
-def test_without_a_sandbox_or_with_other_columns_nothing_is_loaded(run_recipe, data, tmp_path, monkeypatch):
+def test_without_a_sandbox_or_with_other_columns_nothing_is_sampled(
+    run_recipe, tiny_chat_model, data, tmp_path, monkeypatch
+):
     with pytest.raises(DataError, match="test_list"):
-        run_recipe("code", *data, "--model.path", "nowhere", "--data.columns", '{ tests = "tests_list" }')
+        run_recipe(
+            "code",
+            *data,
+            "--rollout.prompts_per_step",
+            "1",
+            "--model.path",
+            tiny_chat_model,
+            "--data.columns",
+            '{ tests = "tests_list" }',
+        )
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RewardError, match="bubblewrap"):
-        run_recipe("code", *data, "--model.path", "nowhere")
+        run_recipe("code", *data, "--rollout.prompts_per_step", "1", "--model.path", tiny_chat_model)

@@ -1,6 +1,7 @@
 """Recipe thinking: the answer begins with the template's <think>, and thinking without an end is what costs most."""
 
 import json
+import statistics
 
 import pyarrow.parquet
 import pytest
@@ -31,17 +32,24 @@ def test_the_prefilled_tag_counts_and_thinking_must_end(run_recipe, tiny_chat_mo
     form = r"a</think>\\boxed\{[12]\}|c</think>\\boxed\{1\}</think>|b{60}"
     run = run_recipe(
         "thinking", *data, "--model.path", tiny_chat_model, "--data.chat_template", R1, "--rollout.regex", form,
-        "--rollout.max_completion_length", "40", "--rollout.prompts_per_step", "2", "--rollout.num_generations", "8",
-        "--run.max_steps", "1", "--model.precision", "float32",
+        "--rollout.max_completion_length", "40", "--rollout.prompts_per_step", "2", "--rollout.num_generations", "8", "--run.seed", "1",
+        "--rollout.temperature", "20", "--run.max_steps", "1", "--model.precision", "float32",
     )  # fmt: skip
     prompt = (run / "first_prompt.txt").read_text()
     assert prompt.endswith("Put the final answer in \\boxed{}.<|end|><|assistant|><think>\n")
     table = pyarrow.parquet.read_table(run / "rollouts" / "step-1.parquet").to_pylist()
     assert {row["completion"].removesuffix("<eos>") for row in table} == FORMS.keys()
+    totals: dict[int, list[float]] = {}
     for row in table:
         right, of_the_form, late = FORMS[row["completion"].removesuffix("<eos>")]
         assert (row["rewards/reasoning_answer"], row["rewards/think_format"]) == (right, of_the_form)
-        assert row["reward"] == pytest.approx(right + 0.1 * of_the_form + late, abs=1e-6)
+        assert row["reward"] == pytest.approx(right + 0.1 * of_the_form)
+        totals.setdefault(row["group"], []).append(row["reward"] + late)  # the objective's own term is not in `reward`
+    for group, rewards in totals.items():
+        spread = statistics.stdev(rewards) + 1e-6
+        expected = [(reward - statistics.mean(rewards)) / spread for reward in rewards]
+        found = [row["advantage"] for row in table if row["group"] == group]
+        assert found == pytest.approx(expected, abs=1e-5)  # stored in float32
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval/pass@1/mean"] == last["eval/rewards/reasoning_answer/mean"]
 
