@@ -209,4 +209,6 @@ def _prose(text: str) -> str:
 
 def _linked(text: str) -> str:
     """Pages that a text names, as links."""
-    return re.sub(r"\bdocs/([\w-]+)\.md", r"[\1](../\1.md)", text)
+    return re.sub(
+        r"\bdocs/([\w-]+)\.md|'cohort docs ([\w/-]+)'", lambda it: f"[{it[1] or it[2]}](../{it[1] or it[2]}.md)", text
+    )

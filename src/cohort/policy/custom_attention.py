@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from cohort.parallel.full import call_gathered
-from cohort.policy.anatomy import UnsupportedModel, need
 from cohort.policy.compute import ComputeModel
+from cohort.policy.parts import UnsupportedModel, need
 from cohort.policy.passes import Hidden, PackedPass, base_of, recomputed_in
 from cohort.policy.recurrent_layers import ARGUMENT, find_mixers, replaced
 

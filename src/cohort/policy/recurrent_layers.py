@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cohort.parallel.full import class_before_sharding
-from cohort.policy.anatomy import need
 from cohort.policy.layout import Layout
+from cohort.policy.parts import need
 from cohort.policy.passes import PackedPass
 from cohort.policy.recurrent import delta_rule, state_space, steps_of, unit
 
