@@ -73,11 +73,10 @@ def packed_attention(
         require(prefix is None or prefix[1].shape[-1] == value_width, "prefixes alike")
         wider = max(width, value_width)
         q_ATD, k_ATD, v_ATD, *both = _widened(wider, q_ATD, k_ATD, v_ATD, *(prefix or ()))
-        whole = packed_attention(
+        return packed_attention(
             q_ATD, k_ATD, v_ATD, layout, scaling=scaling, prefix=(both[0], both[1]) if both else None, window=window,
             cap=cap, sinks=sinks, native=native, drawn_N=drawn_N,
-        )  # fmt: skip
-        return whole[..., :value_width]
+        )[..., :value_width]  # fmt: skip
     if native and cap is None and layout.work.items.shape[0] * k_ATD.shape[0] >= torch.get_num_threads():
         work = layout.work if drawn_N is None else layout.work._replace(drawn_before=_counted(drawn_N, layout.tokens))
         attended: Tensor = _Native.apply(work, scaling, window, sinks, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
