@@ -37,7 +37,8 @@ def load(tmp_path, text, *overrides):
 
 
 def written(tmp_path, config):
-    return load(tmp_path, to_toml(config))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    return load_config(tmp_path / "config.toml", of_run=True)
 
 
 def test_every_setting_has_a_unique_name_and_a_description():
@@ -358,7 +359,8 @@ def test_sources(tmp_path):
         Source(path="a", wieght=1)
     file = '[[data.train]]\npath = "a.jsonl"\nweight = 2\n[[data.train]]\npath = "b.csv"\nprompt_template = "{q}"'
     config = load(tmp_path, file)
-    assert [(source.path, source.weight) for source in config.data.train] == [("a.jsonl", 2.0), ("b.csv", None)]
+    a, b = (str(tmp_path / name) for name in ("a.jsonl", "b.csv"))  # beside the file
+    assert [(source.path, source.weight) for source in config.data.train] == [(a, 2.0), (b, None)]
     listed = load(tmp_path, file, "--data.train", '["a.jsonl", {path = "b", split = "x"}]').data.train
     assert [(source.path, source.split) for source in listed] == [("a.jsonl", None), ("b", "x")]
     one = GRPOConfig(data={"eval": {"path": "a.jsonl", "rows": 3}}).data.eval

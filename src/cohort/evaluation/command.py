@@ -70,8 +70,8 @@ class Request(EvalFlags):
         if self.reward:
             # The run's weights and its choice of what is correct belong to its own functions.
             given = ["--reward.weights", "none", "--eval.success", "none", *given]
-        config = load_config(source, given) if source else apply_overrides({}, given)
         run = Path(source).parent if source and self.config is None else None
+        config = load_config(source, given, of_run=run is not None) if source else apply_overrides({}, given)
         if run:
             unused = ("data.train", "vllm.")
             config = settings_of_run(run, config, self.trust, given=setting_names(given), unused=unused)

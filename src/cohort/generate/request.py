@@ -91,7 +91,7 @@ class Request(GenerateFlags):
             return GRPOConfig()
         flags = {"environment.tools": self.tools, "environment.factory": self.environment}
         given = [name for name, value in flags.items() if value]
-        config = load_config(str(self.run / "config.toml"))
+        config = load_config(str(self.run / "config.toml"), of_run=True)
         read = [name for name in READ if name not in given]
         return settings_of_run(self.run, config, self.trust, given=given, read=read, unused=UNUSED)
 

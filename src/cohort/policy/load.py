@@ -25,6 +25,7 @@ from cohort.policy.files import (
     check_folder,
     read_json_object,
 )
+from cohort.shipped import PREFIX, shipped
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 """A folder with a tokenizer has one of these."""
@@ -50,12 +51,13 @@ def peft_library() -> Any:
     """The peft package.
 
     Raises:
-        ModelError: peft is not installed.
+        ModelError: peft is not installed, or not of a version that goes with the installed transformers.
     """
     try:
         import peft
-    except ImportError:
-        raise ModelError("adapters need peft, which is not installed: pip install 'cohort-rl[lora]'") from None
+    except ImportError as error:
+        why = "is not installed" if error.name == "peft" else f"cannot be imported ({error})"
+        raise ModelError(f"adapters need peft, which {why}: pip install -U 'cohort-rl[lora]'") from None
     return peft
 
 
@@ -327,10 +329,12 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
 
 
 def _check_folder(path: str) -> str:
-    """The path with its ``~`` expanded; a hub id unchanged. No network is asked for a name whose first part is a folder
-    here."""
+    """The path with its ``~`` expanded, or the folder of a shipped model; a hub id unchanged. No network is asked for a
+    name whose first part is a folder here."""
     if not path:
         raise ModelError("no model given: set model.path to a model folder or a hub id")
+    if path.startswith(PREFIX):
+        return shipped(path, "model", ModelError)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     expanded = os.path.expanduser(path)  # noqa: PTH111 - Path raises for an unknown user
     parent = Path(expanded).parent
