@@ -17,6 +17,7 @@ from cohort.cli import (  # noqa: F401  (commands)
     doctor,
     explain,
     models,
+    new,
     plot,
     replay,
     report,
