@@ -16,6 +16,7 @@ from cohort.cli import (  # noqa: F401  (commands)
     diff,
     doctor,
     explain,
+    export,
     models,
     new,
     plot,
