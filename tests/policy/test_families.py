@@ -6,12 +6,13 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from cohort.policy import Policy
+from cohort.policy import Policy, chunks
 from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import PlainPasses, SharedPasses
 from tests.conftest import telling, tiny_llama
+from tests.families.configs import small_model
 from tests.policy.plain import (
     COMPLETIONS,
     DOUBLE,
@@ -42,23 +43,15 @@ pytestmark = pytest.mark.filterwarnings(
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 PACKED = {
-    "cohere": ATTENTION | {"logit_scale": 0.25},
-    "cohere2": WINDOW,
-    "exaone4": WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
-    "glm4": ATTENTION,
     "gpt2": GPT,
     "gpt_neox": {key: value for key, value in ATTENTION.items() if key != "num_key_value_heads"},
-    "granite": ATTENTION | {"logits_scaling": 3.0, "residual_multiplier": 0.5},
-    "olmo2": ATTENTION,
-    "olmo3": WINDOW,
     "opt": COMMON
     | {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     | {"max_position_embeddings": 128, "word_embed_proj_dim": 32},
     "phi": ATTENTION,
-    "phi3": WINDOW,
     "starcoder2": WINDOW,
 }
-SLOW = "apertus arcee bitnet ernie4_5 glm jetmoe olmo persimmon seed_oss vaultgemma"
+SLOW = "apertus arcee bitnet jetmoe olmo persimmon"
 PACKED_SLOW = dict.fromkeys(SLOW.split(), ATTENTION) | {"gpt_bigcode": GPT}
 PACKED_EXPERTS = {
     "mixtral": WINDOW | {"num_local_experts": 4},
@@ -67,6 +60,9 @@ PACKED_EXPERTS = {
     "olmoe": ATTENTION | EXPERTS,
     "granitemoe": ATTENTION | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+DELTA_RULE = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
+MAMBA = ["falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "zamba2", "mamba2"]
+RECURRENT = [*DELTA_RULE, *MAMBA, "lfm2", "lfm2_moe"]
 FIXED, WRONG = "custom attention: its attention cannot be replaced", "from the model's forward pass"
 UNKNOWN_WINDOW = "which of its layers see only part of the tokens is not known"
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -79,7 +75,6 @@ PADDED = {
         ATTENTION | {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 6},
         UNKNOWN_WINDOW,
     ),
-    "lfm2": (ATTENTION | {"layer_types": ["conv", "full_attention"], "block_dim": 32, "conv_L_cache": 3}, WRONG),
     "phi3": (
         ATTENTION
         | {"original_max_position_embeddings": 64}
@@ -131,7 +126,7 @@ def test_lean_families(name):
     assert_plain(policy)
 
 
-TELLING = ("cohere2", "exaone4", "gpt2", "granite", "olmo3", "opt", "phi3")
+TELLING = ("gpt2", "opt", "starcoder2")
 
 
 @pytest.mark.parametrize("name", [*telling(PACKED, *TELLING), *slow(PACKED_SLOW)])
@@ -139,6 +134,15 @@ def test_families_with_custom_attention(name):
     policy = policy_of(name, (PACKED | PACKED_SLOW)[name])
     assert shares(policy), policy.passes.description
     assert isinstance(policy.passes.body, CustomAttention)
+    assert_plain(policy)
+
+
+@pytest.mark.parametrize("name", telling(RECURRENT, "qwen3_5_text", "falcon_h1", "lfm2"))
+def test_recurrent_families(name, monkeypatch):
+    """With rows of several chunks."""
+    monkeypatch.setattr(chunks, "LONGEST_CHUNK", 4)
+    policy = Policy(small_model(name).double(), DOUBLE)
+    assert shares(policy), policy.passes.description
     assert_plain(policy)
 
 
@@ -170,7 +174,7 @@ def test_padded_families_in_float32(name):
     assert_plain(policy, 1e-4, 1e-4)
 
 
-SOME = ["llama", "qwen2 window, tied", "qwen3 ratio 3", "smollm3 window", "gemma2", "gemma3", "phi3", "gpt2"]
+SOME = ["llama", "qwen2 window, tied", "qwen3 ratio 3", "smollm3 window", "gemma2", "gemma3", "cohere2", "starcoder2"]
 
 
 def some(name, precision):
@@ -376,7 +380,7 @@ def test_choosing_leaves_no_trace():
 def test_dropout_needs_padded_passes():
     """Every completion draws its own dropout."""
     assert isinstance(Policy(tiny_llama(attention_dropout=0.5), SINGLE, dropout=True).passes, PlainPasses)
-    policy = policy_of("olmo2", ATTENTION, SINGLE)
+    policy = policy_of("arcee", ATTENTION, SINGLE)
     assert policy.passes.shared
     for layer in policy.model.model.layers:
         layer.self_attn.attention_dropout = 0.5

@@ -14,6 +14,7 @@ from cyclopts.token import Token
 from cohort.cli import (  # noqa: F401  (commands)
     diagnose,
     diff,
+    docs,
     doctor,
     explain,
     export,

@@ -79,8 +79,8 @@ def train(
 @app.command(
     sort_key=5,
     usage="Usage: cohort launch [--ranks N] [options] train CONFIG.toml [--section.key value ...]",
-    help_epilogue="'cohort resume RUN' and 'cohort demo' can be launched too. docs/scale.md explains ranks, layouts "
-    "and several machines.",
+    help_epilogue="'cohort resume RUN' and 'cohort demo' can be launched too. 'cohort docs scale' explains ranks, "
+    "layouts and several machines.",
 )
 def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None) -> int:
     """Train on several processes: one per GPU, on one machine or several.

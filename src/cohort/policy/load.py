@@ -54,12 +54,13 @@ def peft_library() -> Any:
     """The peft package.
 
     Raises:
-        ModelError: peft is not installed.
+        ModelError: peft is not installed, or not of a version that goes with the installed transformers.
     """
     try:
         import peft
-    except ImportError:
-        raise ModelError("adapters need peft, which is not installed: pip install 'cohort-rl[lora]'") from None
+    except ImportError as error:
+        why = "is not installed" if error.name == "peft" else f"cannot be imported ({error})"
+        raise ModelError(f"adapters need peft, which {why}: pip install -U 'cohort-rl[lora]'") from None
     return peft
 
 
