@@ -66,16 +66,15 @@ def written(recipe: shipped.Recipe, target: Path) -> str:
         else:
             shutil.copyfile(file, target / file.name)
     names = ", ".join(file.name for file in files)
-    page = shipped.folder("docs") / "recipes" / f"{recipe.name}.md"
     steps = [f"cd {shlex.quote(str(target))}"] * (target.resolve() != Path.cwd())
     steps += ["cohort doctor config.toml", "cohort train config.toml"]
     return "\n".join(
         [
             f"{target} has {names}: {recipe.title}",
             f"hardware: {recipe.hardware}; time: {recipe.time}",
-            *(f"explained in {page}" for _ in range(page.exists())),
             "next:",
             *(f"    {step}" for step in steps),
+            f"'cohort docs recipes/{recipe.name}' explains the settings, and what to expect",
         ]
     )
 
