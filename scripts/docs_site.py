@@ -71,9 +71,11 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         inside = path.relative_to(ROOT).as_posix()
         inside = f"docs/{included[inside]}" if inside in included else inside
         if inside.startswith("docs/"):
+            if words == path.name:  # a site has titles where a folder has names of files
+                words = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
             there = get_relative_url(inside.removeprefix("docs/"), name)
             return f"[{words}]({there}{'#' * bool(anchor)}{anchor})"
-        return f"[{words}]({REPOSITORY}/blob/main/{inside})" if REPOSITORY else words
+        return f"[{words}]({REPOSITORY}/blob/HEAD/{inside})" if REPOSITORY else words
 
     return LINK.sub(resolved, markdown)
 

@@ -135,9 +135,18 @@ class Mixing(Protocol):
         """The hidden states that are needed, from those of all tokens."""
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, cap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None,
+        drawn_N: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """One layer's attention; ``[A, T, D]`` each, padding included."""
+        """One layer's attention; ``[A, T, D]`` each, padding included. The rest: see ``packed_attention``."""
 
     def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
         """A causal convolution by channel, which begins with what the tokens continue; ``weight`` is ``[H, width]``."""
@@ -277,14 +286,15 @@ class PackedPass:
         window: int | None,
         cap: float | None,
         drawn_N: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """One layer's attention; ``[A, T, D]`` each. ``drawn_N``: see ``packed_attention``."""
+        """One layer's attention; ``[A, T, D]`` each. ``drawn_N``, ``sinks``: see ``packed_attention``."""
         self.record(layer, k, v)
-        native = self.native
         prefix = None if layer not in self.prefixes else (self.prefixes[layer][0], self.prefixes[layer][1])
         return packed_attention(
-            q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, native=native, drawn_N=drawn_N
-        )
+            q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, sinks=sinks,
+            native=self.native, drawn_N=drawn_N,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

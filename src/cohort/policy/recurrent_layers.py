@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cohort.parallel.full import class_before_sharding
-from cohort.policy.anatomy import need
+from cohort.policy.parts import need
 from cohort.policy.passes import Mixing
 from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE, Recurrence, steps_of, unit
 

@@ -65,12 +65,12 @@ def plan(
         trajectories: how many there are, of all prompts.
         prefix_length: tokens of the longest text that is prefilled: a prompt, or a history.
         completion_length: tokens of the longest completion.
-        max_rows: maximum number of rows.
+        max_rows: most rows.
         max_tokens: tokens whose keys and values may be kept. None: from the memory that is free now.
         token_bytes: memory of the keys and values of one token; 0 if none are kept.
         token_multiple: lengths are rounded up to a multiple of this in memory.
         device: where keys and values are kept.
-        row_tokens: memory of a row or prompt that does not grow with its tokens, in tokens.
+        row_tokens: memory of a row or prompt that does not grow, in tokens.
 
     Raises:
         ConfigError: not even one completion fits.
@@ -91,14 +91,13 @@ def plan(
     fitting = min(max_rows, trajectories)
     if limit is None or needed(capacity(fitting)) <= limit:
         return capacity(fitting)
-    low, high = 1, fitting  # cells grow with rows
+    low, high = 1, fitting  # what is needed grows with rows
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if needed(capacity(middle)) <= limit else (low, middle - 1)
     if needed(capacity(low)) <= limit:
         return capacity(low)
-    tight = Capacity(1, 1, longest, length)
-    if needed(tight) > limit:
+    if needed(tight := Capacity(1, 1, longest, length)) > limit:
         source = "rollout.cache_tokens is" if max_tokens is not None else f"{FREE_SHARE:.0%} of the free memory holds"
         raise ConfigError(
             f"one completion of {completion_length} tokens after a prompt of {max(prompt_lengths)} needs keys and "

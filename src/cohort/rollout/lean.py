@@ -26,7 +26,9 @@ from torch.nn import functional
 
 from cohort.errors import ModelError
 from cohort.policy import Policy
-from cohort.policy.anatomy import Anatomy, Layer, Norm, UnsupportedModel, soft_cap
+from cohort.policy.anatomy import Anatomy, Layer, soft_cap
+from cohort.policy.lean import rotated
+from cohort.policy.parts import Norm, UnsupportedModel
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
@@ -213,17 +215,18 @@ class LeanBackend(Backend):
         positions = [start + n for start, length in zip(starts, lengths, strict=True) for n in range(length)]
         filler = [0] * (-len(flat) % PREFILL_MULTIPLE)
         device = self.policy.device
-        x = self.anatomy.embedding(torch.tensor(flat + filler, device=device)).to(self._wide)
+        x = self.anatomy.embed(torch.tensor(flat + filler, device=device)).to(self._wide)
         rotations = self._rotations(torch.tensor(positions + filler, device=device))
         for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
-            q, k, v = self._queries_keys_values(x, layer, weights, rotations)
+            normed = self._norm(x, layer.before_attention)
+            q, k, v = self._queries_keys_values(normed, layer, weights, rotations)
             attended = torch.zeros_like(q)
             start = 0
             for index, length in zip(indices, lengths, strict=True):
                 span = slice(start, start + length)
                 start += length
                 attended[span] = self._attend_causally(q[span], *store(number, index, k[span], v[span]), layer)
-            x = self._after_attention(x, attended, layer, weights)
+            x = self._after_attention(x, normed, attended, layer, weights)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         x = functional.pad(x[last], (0, 0, 0, -len(lengths) % ROW_MULTIPLE))
         return self._logits(self._norm(x, self.anatomy.norm))[: len(lengths)]
@@ -257,30 +260,42 @@ class LeanBackend(Backend):
             return self._logits(self._decoder.step(tokens_S))[:count]
         assert isinstance(cache, GroupCache)
         layout = cache.next_layout()
-        x = self.anatomy.embedding(functional.pad(tokens_S, (0, layout.padding))).to(self._wide)
+        x = self.anatomy.embed(functional.pad(tokens_S, (0, layout.padding))).to(self._wide)
         rotations = self._rotations(layout.positions)
         for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
-            q, k, v = self._queries_keys_values(x, layer, weights, rotations)
+            normed = self._norm(x, layer.before_attention)
+            q, k, v = self._queries_keys_values(normed, layer, weights, rotations)
             cache.write_rows(number, layout, k[:count], v[:count])
             attended = attend_in_two_parts(
                 q[:count], cache, number, layout, self.anatomy.scaling, layer.window, self.anatomy.score_cap
             ).flatten(1)
-            x = self._after_attention(x, functional.pad(attended, (0, 0, 0, layout.padding)), layer, weights)
+            attended = functional.pad(attended, (0, 0, 0, layout.padding))
+            x = self._after_attention(x, normed, attended, layer, weights)
         return self._logits(self._norm(x, self.anatomy.norm))[:count]
 
     def _queries_keys_values(
-        self, x: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
+        self, normed: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated; ``[N, heads, D]`` each."""
+        """Normed and rotated; ``[N, heads, D]`` each."""
         anatomy = self.anatomy
         heads, kv_heads = anatomy.num_heads, anatomy.num_key_value_heads
-        parts = weights.qkv.parts(self._norm(x, layer.before_attention))
-        q, k, v = (part.unflatten(-1, (-1, anatomy.head_dim)) for part in parts)
-        if layer.qk_norms is not None:
-            q, k = (self._norm(each.to(self._wide), n) for each, n in zip((q, k), layer.qk_norms, strict=True))
+
+        def norms(q: Tensor, k: Tensor) -> Sequence[Tensor]:
+            pairs = zip((q, k), layer.qk_norms or (), strict=True)
+            return [self._norm(part.to(self._wide), norm) for part, norm in pairs]
+
+        q, k, v = weights.qkv.parts(normed)
+        if whole := layer.norms_whole(anatomy.head_dim):
+            q, k = norms(q, k)
+        q, k, v = (part.unflatten(-1, (-1, anatomy.head_dim)) for part in (q, k, v))
+        by_head = layer.qk_norms is not None and not whole
+        if by_head and not layer.normed_after_rotation:
+            q, k = norms(q, k)
         if layer.rope is not None:
             both = torch.cat([q, k], dim=1).to(self._wide)
-            q, k = _rotate(both, *rotations[layer.rope]).split([heads, kv_heads], dim=1)
+            q, k = self._rotate(both, *rotations[layer.rope]).split([heads, kv_heads], dim=1)
+        if by_head and layer.normed_after_rotation:
+            q, k = norms(q, k)
         return q, k, v
 
     def _rotations(self, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -288,25 +303,36 @@ class LeanBackend(Backend):
             kind: (cos[positions_N][:, None], sin[positions_N][:, None]) for kind, (cos, sin) in self._ropes.items()
         }
 
-    def _after_attention(self, x: Tensor, attended: Tensor, layer: Layer, weights: LayerWeights) -> Tensor:
-        """The rest of a layer: the attention's output added, and the MLP."""
-        update = weights.output(attended.reshape(len(x), -1))
-        if layer.after_attention is not None:
-            update = self._norm(update.to(self._wide), layer.after_attention)
-        x = x + update
-        gate, up = weights.gate_up.parts(self._norm(x, layer.before_mlp))
-        update = weights.down(self._activation(gate).mul_(up))
-        if layer.after_mlp is not None:
-            update = self._norm(update.to(self._wide), layer.after_mlp)
-        return x.add_(update)
+    def _rotate(self, x_NHD: Tensor, cos_N1R: Tensor, sin_N1R: Tensor) -> Tensor:
+        if self.anatomy.neighbours or cos_N1R.shape[-1] < x_NHD.shape[-1]:
+            return rotated(x_NHD, cos_N1R, sin_N1R, neighbours=self.anatomy.neighbours)
+        return _rotate(x_NHD, cos_N1R, sin_N1R)
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), self.weights.factor(norm), norm.eps)
+    def _after_attention(
+        self, x: Tensor, normed: Tensor, attended: Tensor, layer: Layer, weights: LayerWeights
+    ) -> Tensor:
+        """The rest of a layer: the attention's output added, and the MLP."""
+        x = x + self._scaled(weights.output(attended.reshape(len(x), -1)), layer.after_attention)
+        if not layer.parallel:
+            normed = self._norm(x, layer.before_mlp)
+        gate, up = weights.gate_up.parts(normed)
+        return x.add_(self._scaled(weights.down(self._activation(gate).mul_(up)), layer.after_mlp))
+
+    def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
+        """An update as it is added to the residual stream."""
+        if norm is not None:
+            update = self._norm(update.to(self._wide), norm)
+        return update if self.anatomy.residual_multiplier == 1 else update.mul_(self.anatomy.residual_multiplier)
+
+    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else norm.of_rows(x, self.weights.factor(norm))
 
     def _logits(self, normed_SH: Tensor) -> Tensor:
         """Logits in float32, or in float64 for a float64 policy."""
-        logits_SV = self.weights.head(normed_SH)
-        return soft_cap(logits_SV.to(self._wide), self.anatomy.logit_cap)
+        logits_SV = self.weights.head(normed_SH).to(self._wide)
+        if self.anatomy.logit_multiplier != 1:
+            logits_SV = logits_SV * self.anatomy.logit_multiplier
+        return soft_cap(logits_SV, self.anatomy.logit_cap)
 
 
 def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy import Policy
-from cohort.policy.anatomy import need
 from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.head import in_like_shapes
 from cohort.policy.layout import Layout
+from cohort.policy.parts import need
 from cohort.policy.passes import Hidden, KeysValues, PackedPass, StateKey
 from cohort.policy.recurrent import Recurrence
 from cohort.rollout import cache as storage
@@ -230,9 +230,19 @@ class Step:
         return found.select(slice(self.tokens))
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, cap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None,
+        drawn_N: Tensor | None = None,  # noqa: ARG002
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``Mixing``."""
+        need(sinks is None, "attention has sinks")
         q_SAD, k_SAD, v_SAD = (part[:, : self.tokens].transpose(0, 1) for part in (q, k, v))
         number = self._layers[layer]
         with torch.autocast(q.device.type, enabled=False):
