@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo quick test parity slow ranks kills mutants families check format model gpu fake-cuda vllm vllm-test clean
+.PHONY: demo quick test parity slow ranks kills mutants families check docs format model gpu fake-cuda vllm vllm-test clean
 
 demo: .venv/demo.stamp
 	$(BIN)/cohort demo
@@ -56,6 +56,10 @@ check: .venv/dev.stamp
 	$(BIN)/python scripts/check_metrics.py
 	$(BIN)/python scripts/check_rooms.py
 
+# The site, into site/. Strict: a link, an anchor or a reference that leads nowhere fails.
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 format: .venv/dev.stamp
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -104,4 +108,8 @@ clean:
 
 .venv/bench.stamp: .venv/dev.stamp
 	$(PIP) -e '.[bench]'
+	touch $@
+
+.venv/docs.stamp: .venv/dev.stamp
+	$(PIP) -e '.[docs]'
 	touch $@

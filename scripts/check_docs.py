@@ -34,7 +34,7 @@ def broken_links(page: Path) -> list[str]:
 
 
 def main() -> int:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     found = [link for page in sorted(pages) for link in broken_links(page)]
     print("\n".join(found) or f"links: ok in {len(pages)} pages")
     return 1 if found else 0

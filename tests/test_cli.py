@@ -24,7 +24,7 @@ from tests.conftest import GSM8K, tiny_llama
 from tests.data.templates import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "gsm8k.toml"
+EXAMPLE = ROOT / "examples" / "gsm8k" / "config.toml"
 
 
 ROLES = (
@@ -44,7 +44,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture
 def gsm8k_command(model_folder, tmp_path, monkeypatch):
-    """``cohort train examples/gsm8k.toml`` with a small model, from the repository's root."""
+    """``cohort train examples/gsm8k/config.toml`` with a small model, from the repository's root."""
     monkeypatch.chdir(ROOT)
     return [
         *("train", str(EXAMPLE), "--model.path", str(model_folder), "--run.output_dir", str(tmp_path / "run")),

@@ -37,7 +37,8 @@ def load(tmp_path, text, *overrides):
 
 
 def written(tmp_path, config):
-    return load(tmp_path, to_toml(config))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    return load_config(tmp_path / "config.toml", of_run=True)
 
 
 def test_every_setting_has_a_unique_name_and_a_description():
@@ -236,7 +237,8 @@ def test_values_out_of_range(name):
         ({"reward": {"functions": ["a"], "weights": [1.0, 2.0]}}, "2 numbers for 1 functions"),
         ({"kl": {"direction": "k3"}}, "kl.direction: expected 'reverse' or 'forward', got 'k3'"),
         ({"preset": 5}, "preset: input should be a valid string, got 5"),
-        ({"minibatches": 3}, "must be a multiple of objective.minibatches"),
+        ({"minibatches": 3}, r"must be a multiple of objective.minibatches \(3\), because"),
+        ({"preset": "gspo", "prompts_per_step": 2}, r"minibatches \(4, unset, so that of preset gspo@2\)"),
         ({"sync_ref_model": True}, "set objective.beta above 0"),
         ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1, "num_iterations": 2}, "must be at least the"),
         ({"sync_ref_model": True, "beta": 0.1, "lora": {"rank": 8}}, "sync_ref_model excludes adapters"),
@@ -357,7 +359,8 @@ def test_sources(tmp_path):
         Source(path="a", wieght=1)
     file = '[[data.train]]\npath = "a.jsonl"\nweight = 2\n[[data.train]]\npath = "b.csv"\nprompt_template = "{q}"'
     config = load(tmp_path, file)
-    assert [(source.path, source.weight) for source in config.data.train] == [("a.jsonl", 2.0), ("b.csv", None)]
+    a, b = (str(tmp_path / name) for name in ("a.jsonl", "b.csv"))  # beside the file
+    assert [(source.path, source.weight) for source in config.data.train] == [(a, 2.0), (b, None)]
     listed = load(tmp_path, file, "--data.train", '["a.jsonl", {path = "b", split = "x"}]').data.train
     assert [(source.path, source.split) for source in listed] == [("a.jsonl", None), ("b", "x")]
     one = GRPOConfig(data={"eval": {"path": "a.jsonl", "rows": 3}}).data.eval

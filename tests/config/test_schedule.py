@@ -20,7 +20,11 @@ SEVERAL = {"num_iterations": 2, "minibatches": 4, "beta": 0.1}
         (SEVERAL, 7473, "8 prompts x 8 = 64 completions per rollout, 8 updates each"),
         # the last step has one prompt, so one minibatch in each of two iterations
         (SEVERAL, 7473, "934.12 rollouts per epoch on 7,473 prompts; 1 epoch = 935 rollouts = 7,474 updates, the last"),
-        ({"preset": "gspo"}, 100, "ppo_clip has no effect without several updates (objective.minibatches)"),
+        ({"preset": "gspo"}, 100, "4 updates each (1 iteration x 4 minibatches of preset gspo@2)"),
+        ({"preset": "gspo", "minibatches": 2}, 100, "(1 iteration x 2 minibatches of objective.minibatches)"),
+        ({"preset": "gspo@1"}, 100, "(1 iteration x 1 minibatch)"),
+        ({"preset": "gspo@1"}, 100, "ppo_clip has no effect without several updates (objective.minibatches)"),
+        ({"preset": "vespo"}, 100, "the engine samples with the same weights, so every ratio is 1 but for rounding"),
     ],
 )
 def test_schedule_in_words(settings, num_prompts, words):

@@ -74,7 +74,7 @@ def run_folder(finished_run, tmp_path, monkeypatch):
     """A copy of the run, in the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
-    remember(load_config("run/config.toml"), tmp_path / "run")  # the copied reward is another file
+    remember(load_config("run/config.toml", of_run=True), tmp_path / "run")  # the copied reward is another file
     return tmp_path / "run"
 
 

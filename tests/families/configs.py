@@ -202,7 +202,7 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
         "index_block_size": 8,
     },
-    "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "sliding_window": None},  # nothing reads its window
     "qwen4_exp_text": {"hc_lowrank": 4},
     "recurrent_gemma": {"num_hidden_layers": 3, "w_init_variance_scale": 1.0},
     "zamba": {

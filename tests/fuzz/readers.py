@@ -219,7 +219,7 @@ def read_config(folder: Path, data: bytes) -> None:
 
 def load_config_text(folder: Path, text: str) -> GRPOConfig:
     (folder / "again.toml").write_text(text, encoding="utf-8")
-    return load_config(folder / "again.toml")
+    return load_config(folder / "again.toml", of_run=True)
 
 
 def read_overrides(folder: Path, given: tuple[str, str]) -> None:
@@ -482,7 +482,7 @@ def read_folder(folder: Path, given: tuple[str, bytes]) -> None:
         lambda: Request(str(run), trust=str(run), data=("rows.jsonl",), reward=("math",)).settings(),
         lambda: model_of(str(run)),
         lambda: last_start(run),
-        lambda: RunFolder(run).check_resumable(load_config(run / "config.toml")),
+        lambda: RunFolder(run).check_resumable(load_config(run / "config.toml", of_run=True)),
         lambda: RunFolder(run).evaluations(),
     ):
         with suppress(CohortError):

@@ -133,7 +133,7 @@ def expected(endpoint, name, ranks, folder):
     return [
         f"machines: 2, {total} ranks in all; they meet at {endpoint} as '{name}'",
         f"run folder: {folder}",
-        f"each rank runs: cohort train examples/gsm8k.toml --resume auto --run.output_dir {folder} "
+        f"each rank runs: cohort train examples/gsm8k/config.toml --resume auto --run.output_dir {folder} "
         "--parallel.layout full",
     ]
 

@@ -6,12 +6,13 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from cohort.policy import Policy
+from cohort.policy import Policy, chunks
 from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import PlainPasses, SharedPasses
 from tests.conftest import telling, tiny_llama
+from tests.families.configs import small_model
 from tests.policy.plain import (
     COMPLETIONS,
     DOUBLE,
@@ -67,6 +68,9 @@ PACKED_EXPERTS = {
     "olmoe": ATTENTION | EXPERTS,
     "granitemoe": ATTENTION | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+DELTA_RULE = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
+MAMBA = ["falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "zamba2", "mamba2"]
+RECURRENT = [*DELTA_RULE, *MAMBA, "lfm2", "lfm2_moe"]
 FIXED, WRONG = "custom attention: its attention cannot be replaced", "from the model's forward pass"
 UNKNOWN_WINDOW = "which of its layers see only part of the tokens is not known"
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -79,7 +83,6 @@ PADDED = {
         ATTENTION | {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 6},
         UNKNOWN_WINDOW,
     ),
-    "lfm2": (ATTENTION | {"layer_types": ["conv", "full_attention"], "block_dim": 32, "conv_L_cache": 3}, WRONG),
     "phi3": (
         ATTENTION
         | {"original_max_position_embeddings": 64}
@@ -139,6 +142,15 @@ def test_families_with_custom_attention(name):
     policy = policy_of(name, (PACKED | PACKED_SLOW)[name])
     assert shares(policy), policy.passes.description
     assert isinstance(policy.passes.body, CustomAttention)
+    assert_plain(policy)
+
+
+@pytest.mark.parametrize("name", telling(RECURRENT, "qwen3_5_text", "falcon_h1", "lfm2"))
+def test_recurrent_families(name, monkeypatch):
+    """With rows of several chunks."""
+    monkeypatch.setattr(chunks, "LONGEST_CHUNK", 4)
+    policy = Policy(small_model(name).double(), DOUBLE)
+    assert shares(policy), policy.passes.description
     assert_plain(policy)
 
 

@@ -23,12 +23,18 @@ FINGERPRINTS = {
     "reinforce_pp@1": "c264fe8bbc98",
     "reinforce_pp_baseline@1": "870a4963cec9",
     "gspo@1": "9b0f3725da8f",
+    "gspo@2": "9b0f3725da8f x 4",
     "gspo_token@1": "49afa7f254a7",
+    "gspo_token@2": "49afa7f254a7 x 4",
     "luspo@1": "be27afebd1aa",
+    "luspo@2": "be27afebd1aa x 4",
     "gmpo@1": "d9c183a2d8fa",
+    "gmpo@2": "d9c183a2d8fa x 8",
     "cispo@1": "0c64f77be663",
+    "cispo@2": "0c64f77be663 x 4",
     "scalerl@1": "a559ce927c6e",
     "sapo@1": "cb582832a286",
+    "sapo@2": "cb582832a286 x 4",
     "vespo@1": "aae742625c38",
     "dppo_tv@1": "2d59fc708459",
     "dppo_kl@1": "d0bdae983211",
@@ -40,15 +46,19 @@ FINGERPRINTS = {
     "w_reinforce@1": "c826098c251c",
     "passk@1": "0914de9fc71e",
     "ce_gppo@1": "f9ff79ed99ee",
+    "ce_gppo@2": "f9ff79ed99ee x 4",
     "topr@1": "b2a5989182bd",
 }
 """Of every row that was ever published."""
 
 
 def fingerprint(row):
-    """Of all settings; numbers to 12 digits, as ``exp`` may differ in the last one between machines."""
+    """Of all settings; numbers to 12 digits, as ``exp`` may differ in the last one between machines. With the number of
+    minibatches where a row has several."""
     settings = json.loads(row.model_dump_json(exclude=set(ABOUT)), parse_float=lambda text: f"{float(text):.12g}")
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12] + (
+        f" x {row.minibatches}" if row.minibatches > 1 else ""
+    )
 
 
 def test_a_row_never_changes():
@@ -62,6 +72,21 @@ def test_names_and_versions_are_told_apart():
     for name, row in PRESETS.items():
         assert row.name == name
         assert row.version == max(other.version for other in TABLE if other.name == name)
+
+
+def test_presets_that_are_another_one_with_one_update_carry_several():
+    """Rows that differ in ratio and trust region alone have one gradient at r = 1."""
+    same = {}
+    for row in PRESETS.values():
+        rest = {name: part for name, part in row.settings().items() if not name.startswith(("ratio", "trust"))}
+        if row.ratio_anchor == "old":
+            same.setdefault(repr({**rest, "kl": row.kl if row.beta else None}), []).append(row)
+    alike = [sorted((row.name, row.minibatches) for row in rows) for rows in same.values() if len(rows) > 1]
+    assert sorted(alike) == [
+        [("bnpo", 1), ("ce_gppo", 4), ("cispo", 4)],
+        [("default", 1), ("gmpo", 8), ("gspo", 4), ("gspo_token", 4), ("sapo", 4)],
+    ]
+    assert all(8 % row.minibatches == 0 for row in TABLE)  # rollout.prompts_per_step is 8 by default
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.identity)

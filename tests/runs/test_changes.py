@@ -58,6 +58,13 @@ def test_other_settings_may_change(changes):
     )
 
 
+def test_an_unset_number_of_minibatches_is_the_presets():
+    given, unset = GRPOConfig(preset="gspo", minibatches=4), GRPOConfig(preset="gspo")
+    assert setting_changes(given, unset) == setting_changes(GRPOConfig(minibatches=1), GRPOConfig()) == []
+    (change,) = setting_changes(GRPOConfig(preset="gspo@1", minibatches=1), unset)  # a run of an earlier version
+    assert (str(change), change.refused) == ("objective.minibatches: the run has 1, now 4", True)
+
+
 def test_names_count_where_what_they_name_is_not_known():
     before, now = GRPOConfig(train="a.jsonl", path="m"), GRPOConfig(train="b.jsonl")
     assert [(one.key, one.refused) for one in setting_changes(before, now)] == [("data.train", False)]

@@ -54,7 +54,7 @@ CODE = {
 @pytest.mark.parametrize("setting", CODE)
 def test_every_setting_that_names_code_is_refused_until_it_was_run_here(setting, tmp_path, monkeypatch):
     run = stranger(tmp_path / "run", **CODE[setting])
-    config = load_config(run / "config.toml")
+    config = load_config(run / "config.toml", of_run=True)
     name = setting.partition(" ")[0]
     with pytest.raises(RunFolderError, match=rf"(?s){name}: .*\n.*Nothing was run.* give --trust {run}"):
         check_code(run, config, None)
@@ -237,7 +237,7 @@ def test_secrets_are_not_written_and_are_asked_for(tmp_path):
     folder.start(GRPOConfig(**settings), "")
     written = (tmp_path / "run" / "config.toml").read_text()
     assert "s3cret" not in written
-    saved = load_config(tmp_path / "run" / "config.toml")
+    saved = load_config(tmp_path / "run" / "config.toml", of_run=True)
     assert saved.data.train == "https://***@host/rows.jsonl?token=***"
     assert saved.data.system_prompt == "api_key='of the prompt'"
     assert saved.reward.functions == ("judge.py:f(api_key='***', model='m')", "judge.py:g(key=3, header='Bearer ***')")

@@ -62,8 +62,8 @@ def test_every_preset_trains(demo_tokenizer, tmp_path, name):
     (metrics,) = trainer.steps()
     assert not unchanged(trainer, before)
     assert sum(value for key, value in metrics.items() if key.startswith("tokens/")) == pytest.approx(1, abs=1e-12)
-    assert (tmp_path / "run" / "objective.txt").read_text().startswith(f"objective {name}@1")
-    assert f'preset = "{name}@1"' in (tmp_path / "run" / "config.toml").read_text()
+    assert (tmp_path / "run" / "objective.txt").read_text().startswith(f"objective {PRESETS[name].identity}")
+    assert f'preset = "{PRESETS[name].identity}"' in (tmp_path / "run" / "config.toml").read_text()
 
 
 # Group filters and controllers ----------------------------------------------------------------------------------------

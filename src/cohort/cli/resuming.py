@@ -43,7 +43,7 @@ def resume(
 
     folder = RunFolder(Path(run).expanduser().resolve())
     folder.check_is_run()
-    settings = load_config(folder.path / "config.toml", [*overrides, f"--run.output_dir={folder.path}"])
+    settings = load_config(folder.path / "config.toml", [*overrides, f"--run.output_dir={folder.path}"], of_run=True)
     start, names = last_start(folder.path), setting_names(overrides)
     if how := CONTINUED_BY.get(start.begun_by):
         raise RunFolderError(f"{folder.path} was begun with cohort.trl: continue it with {how}")

@@ -78,7 +78,7 @@ def _convert(folder: RunFolder, *, unpickle: bool, trust: str | None) -> None:
             "--unpickle: torch reads them with weights_only, which makes tensors, arrays and plain values and nothing "
             "else"
         )
-    config = load_config(folder.path / "config.toml")
+    config = load_config(folder.path / "config.toml", of_run=True)
     check_code(folder.path, config, trust, read=MODEL_CODE)
     for path in found:
         converted(path, config)

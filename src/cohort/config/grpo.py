@@ -70,10 +70,11 @@ class GRPOConfig(Section):
                 raise ValueError(f"{shortest} must be at most {name} ({longest})")
         if rollout.regex is not None and rollout.json_schema is not None:
             raise ValueError("rollout.regex and rollout.json_schema exclude each other: set one of them")
-        if rollout.prompts_per_step % objective.minibatches:
+        if rollout.prompts_per_step % (minibatches := objective.resolved_minibatches):
+            unset = f", unset, so that of preset {objective.preset}" if objective.minibatches is None else ""
             raise ValueError(
                 f"rollout.prompts_per_step ({rollout.prompts_per_step}) must be a multiple of objective.minibatches "
-                f"({objective.minibatches}): each optimizer step uses an equal share of the prompts"
+                f"({minibatches}{unset}), because each optimizer step uses an equal share of prompts: set one of them"
             )
         if (count := rollout.prompts_per_step * rollout.num_generations) > MAX_COMPLETIONS:
             raise ValueError(
@@ -261,7 +262,7 @@ class Schedule:
     def updates(self) -> int:
         """Maximum number of optimizer steps of the run: a rollout with fewer groups than minibatches has fewer."""
         objective = self.config.objective
-        of_last = objective.num_iterations * min(objective.minibatches, self.last_prompts)
+        of_last = objective.num_iterations * min(objective.resolved_minibatches, self.last_prompts)
         return (self.steps - 1) * objective.updates_per_rollout + of_last
 
     def describe(self) -> str:
@@ -276,6 +277,8 @@ class Schedule:
             region = self.objective.trust_region
             if region is not None and region.rule != "custom" and not self.config.rollout.lag:
                 old += f"; {region.rule} has no effect without several updates (objective.minibatches)"
+        elif self.objective.ratio_anchor == "sampler" and self.config.rollout.engine == "local":
+            old += "; the engine samples with the same weights, so every ratio is 1 but for rounding"
         ref = "one no-grad pass per rollout" if self.needs_ref_logps else "over the vocabulary, in every update"
         if self.objective.beta == 0:
             ref = "not computed: beta is 0, no reference model"
@@ -283,9 +286,15 @@ class Schedule:
         return (
             f"schedule: {self.prompts_per_step} prompts x {size} = {self.prompts_per_step * size} completions per "
             f"rollout, {_count(updates.updates_per_rollout, 'update')} each "
-            f"({_count(updates.num_iterations, 'iteration')} x {_count(updates.minibatches, 'minibatch', 'es')})\n"
+            f"({_count(updates.num_iterations, 'iteration')} x {self._minibatches()})\n"
             f"  {self._length()}\n  old log-probs: {old}\n  ref log-probs: {ref}{lag}"
         )
+
+    def _minibatches(self) -> str:
+        """The minibatches in words, and where their number comes from."""
+        given, count = self.config.objective.minibatches, self.config.objective.resolved_minibatches
+        origin = f" of preset {self.objective.identity}" if given is None else " of objective.minibatches"
+        return _count(count, "minibatch", "es") + origin * (count > 1 or given is not None)
 
     def _lag(self) -> str:
         """The lag in words."""

@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from cohort.config.beside import with_names_beside
 from cohort.config.grpo import GRPOConfig
 from cohort.config.secrets import hide_secrets
 from cohort.config.section import (
@@ -47,13 +48,17 @@ def file_and_overrides(arguments: Sequence[str]) -> tuple[str | None, tuple[str,
     return (arguments[0], tuple(arguments[1:])) if is_file else (None, tuple(arguments))
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> GRPOConfig:
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, of_run: bool = False) -> GRPOConfig:
     """The settings of a TOML file, with command-line overrides.
+
+    Relative names in the file are looked for in its folder first (``with_names_beside``), those of overrides in the
+    working directory.
 
     Args:
         path: a TOML file with one table per section. None: the defaults.
         overrides: ``["--rollout.num_generations", "4", "--run.seed=1"]``. A value is read by its setting's type;
             ``none`` unsets an optional setting.
+        of_run: the file is in a run folder; its relative names belong to the working directory that the run began in.
 
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown (the error names the nearest one), or a
@@ -73,6 +78,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> GRPOC
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     with explain_errors(GRPOConfig, source=str(path)):
         _check_sections(table)
+    table = table if of_run else with_names_beside(table, path.parent)
     try:
         return apply_overrides(table, overrides)
     except ConfigError as error:

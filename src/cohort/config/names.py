@@ -128,7 +128,7 @@ class SettingNames(TypedDict, total=False):
     denominator: Any
     count_empty: Any
     num_iterations: int
-    minibatches: int
+    minibatches: int | None
     sync_ref_model: bool
     ref_model_sync_steps: int
     ref_model_mixup_alpha: float

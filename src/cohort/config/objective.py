@@ -92,8 +92,9 @@ class ObjectiveConfig(Section):
     """Whether completions without a loss token count in the mean."""
     num_iterations: PositiveInt = 1
     """Passes over a rollout (the papers' mu)."""
-    minibatches: PositiveInt = 1
-    """Optimizer steps per pass; each uses its share of the rollout's prompts."""
+    minibatches: PositiveInt | None = None
+    """Optimizer steps per pass; each uses its share of the rollout's prompts. Unset: the preset's, which is 1 for most
+    and 4 for "gspo"."""
     sync_ref_model: bool = False
     """Let the reference follow the policy (TR-DPO). Needs beta > 0."""
     ref_model_sync_steps: PositiveInt = 512
@@ -104,7 +105,12 @@ class ObjectiveConfig(Section):
     @property
     def updates_per_rollout(self) -> int:
         """How many optimizer steps use one rollout."""
-        return self.num_iterations * self.minibatches
+        return self.num_iterations * self.resolved_minibatches
+
+    @property
+    def resolved_minibatches(self) -> int:
+        """``minibatches``, or the preset's where it is unset."""
+        return self.minibatches or preset(self.preset).minibatches
 
     def parts(self) -> tuple[str, ...]:
         """The settings that are parts of the objective."""
@@ -121,7 +127,8 @@ class ObjectiveConfig(Section):
         Raises:
             ConfigError: a part is unknown, or cannot be combined with the others.
         """
-        return preset(self.preset).replace(**self.changes())
+        changed = preset(self.preset).replace(**self.changes())
+        return changed.model_copy(update={"minibatches": self.resolved_minibatches})
 
 
 for _name, _field in ObjectiveConfig.model_fields.items():

@@ -20,6 +20,7 @@ import pyarrow.parquet
 from cohort.data.procedural import PREFIX, procedural_rows
 from cohort.data.rows import Row, RowTable, plain, unique_keys
 from cohort.errors import DataError
+from cohort.shipped import shipped
 
 COMPRESSED = (".gz", ".zst")
 SPLITS = {
@@ -183,7 +184,7 @@ def _data_files(source: str, split: str) -> list[Path] | None:
         DataError: the path names a file that does not exist, or as ``folder_files``.
     """
     try:
-        path = Path(source).expanduser()
+        path = Path(shipped(source, "data set", DataError)).expanduser()
         is_file = path.is_file()
     except (OSError, RuntimeError) as error:  # the name is too long, or its user does not exist
         raise DataError(f"cannot look for a file {source!r:.80}: {error!s:.80}") from None

@@ -157,7 +157,7 @@ def _time_update(
     advantages_N = alternating_S.to(batch.sequence_N.device)[batch.sequence_N]
     batch = replace(batch, advantages_N=advantages_N, loss_N=torch.ones_like(batch.loss_N))
     scale = config.rollout.prompts_per_step / len(rollout.sampled)
-    minibatches = split_minibatches(batch, max(1, round(config.objective.minibatches / scale)))
+    minibatches = split_minibatches(batch, max(1, round(context.objective.minibatches / scale)))
 
     start = time.perf_counter()
     updates, problem = _update(context, batch, minibatches[:1])

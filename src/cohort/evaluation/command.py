@@ -69,8 +69,9 @@ class Request(EvalFlags):
         if self.reward:
             # The run's weights and its choice of what is correct belong to its own functions.
             given = ["--reward.weights", "none", "--eval.success", "none", *given]
-        config = load_config(source, given) if source else apply_overrides({}, given)
-        if source and self.config is None:
+        of_run = self.config is None
+        config = load_config(source, given, of_run=of_run) if source else apply_overrides({}, given)
+        if source and of_run:
             unused = ("data.train", "vllm.")
             check_run_settings(Path(source).parent, config, self.trust, given=setting_names(given), unused=unused)
         where = f" ({source} names none; they may have been passed in Python)" if source else self._no_run()

@@ -14,8 +14,9 @@ from cohort.parallel.full import call_gathered
 from cohort.policy.anatomy import UnsupportedModel, need
 from cohort.policy.compute import ComputeModel
 from cohort.policy.passes import Hidden, PackedPass, base_of, recomputed_in
+from cohort.policy.recurrent_layers import ARGUMENT, find_mixers, replaced
 
-INTERFACE = "cohort_packed"
+INTERFACE = ARGUMENT
 """The name of packed attention among the attention functions of transformers."""
 LENGTH_ROPES = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that depend on the longest sequence of a pass. Beyond a length that no trial reaches, a prompt read
@@ -45,7 +46,10 @@ class CustomAttention:
     def __init__(self, model: ComputeModel) -> None:
         self.model = model
         self._base = base_of(model.model)
-        need(getattr(self._base, "_supports_attention_backend", False), "its attention cannot be replaced")
+        self._mixers = find_mixers(self._base)
+        # Hybrid models do not say that they support it, and do.
+        supported = getattr(self._base, "_supports_attention_backend", False) or self._mixers
+        need(bool(supported), "its attention cannot be replaced")
         kinds = getattr(self._base.config.get_text_config(), "layer_types", None) or ()
         need("indexed_attention" not in kinds, "its layers choose the keys of each token")
         for name in sorted(LENGTH_ROPES & _rotary_types(self._base)):
@@ -77,7 +81,7 @@ class CustomAttention:
         a mask function."""
         config = self._base.get_decoder().config
         before = config._attn_implementation
-        with self.model.compute():
+        with self.model.compute(), replaced(self._mixers):
             config._attn_implementation = INTERFACE
             try:
                 yield

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cohort.policy.chunks import Chunks, Tails
+
 LIKE_LENGTHS = 0.75
 """Sequences of at least this fraction of the longest of their bucket are padded to its length."""
 NEVER = 1e30
@@ -108,6 +110,7 @@ class Layout:
     ) -> None:
         self.lengths = tuple(lengths)
         self._spans_within: dict[int, Spans] = {}  # by window
+        self._tails: dict[int, Tails] = {}  # by length
         self.starts = (0, *accumulate(lengths))
         self.tokens = self.starts[-1]
         self.prefixes = None if prefixes is None else tuple(prefixes)
@@ -140,6 +143,25 @@ class Layout:
         if self.lengths[sequences[-1]] == len(offset_W):
             return Bucket(index_JW, None)
         return Bucket(index_JW.masked_fill(~real_JW, 0), real_JW)
+
+    @functools.cached_property
+    def chunks(self) -> Chunks:
+        """The sequences, cut for recurrences."""
+        return Chunks(self.starts, self.positions_T.device)
+
+    def tails(self, count: int) -> Tails:
+        """The sequences with room for the last ``count`` tokens of what they continue."""
+        if count not in self._tails:
+            self._tails[count] = Tails(self.starts, count, self.positions_T.device)
+        return self._tails[count]
+
+    @functools.cached_property
+    def continued_S(self) -> Tensor:
+        """The prefix that each sequence continues, counted from 1 and without empty ones. 0: none."""
+        numbers = [0 if start == stop else 1 for start, stop in pairwise(self.prefix_starts)]
+        counted = [number and count for number, count in zip(numbers, accumulate(numbers), strict=True)]
+        found = [counted[p] for p in self.prefixes] if self.prefixes is not None else [0] * len(self.lengths)
+        return torch.tensor(found, device=self.positions_T.device)
 
     @functools.cached_property
     def continuations(self) -> tuple[Continuation, ...]:

@@ -62,7 +62,7 @@ class LeanLayers:
 
     def _outputs(
         self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
         """The result of ``_layer``, and the keys and values that the pass reads: gradients come back through them."""
         layer, arguments = self.anatomy.layers[number].module, (number, angles, packed, x, update)
         if torch.is_grad_enabled() and _is_checkpointed(layer):

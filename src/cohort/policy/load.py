@@ -25,6 +25,7 @@ from cohort.policy.files import (
     check_folder,
     read_json_object,
 )
+from cohort.shipped import PREFIX, shipped
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 """A folder with a tokenizer has one of these."""
@@ -327,10 +328,12 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
 
 
 def _check_folder(path: str) -> str:
-    """The path with its ``~`` expanded; a hub id unchanged. No network is asked for a name whose first part is a folder
-    here."""
+    """The path with its ``~`` expanded, or the folder of a shipped model; a hub id unchanged. No network is asked for a
+    name whose first part is a folder here."""
     if not path:
         raise ModelError("no model given: set model.path to a model folder or a hub id")
+    if path.startswith(PREFIX):
+        return shipped(path, "model", ModelError)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     expanded = os.path.expanduser(path)  # noqa: PTH111 - Path raises for an unknown user
     parent = Path(expanded).parent

@@ -34,8 +34,9 @@ from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.layout import Layout
 from cohort.policy.rows import PackedRows
 
-KeysValues = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values of prompts without their last tokens, end to end, by layer, ``[A, X, D]`` each."""
+KeysValues = dict[Any, tuple[Tensor, ...]]
+"""What layers keep of prompts without their last tokens: by layer, the keys and values, ``[A, X, D]`` each, end to end;
+of a recurrent layer, by layer and name, its state after each prompt that has such tokens, ``[P, ...]``."""
 
 
 class Prefixes:
@@ -63,7 +64,7 @@ class Prefixes:
         self._computed = keys_values
         self.keys_values = keys_values
         if not attached:
-            self.keys_values = {layer: (_leaf(k), _leaf(v)) for layer, (k, v) in keys_values.items()}
+            self.keys_values = {layer: tuple(map(_leaf, parts)) for layer, parts in keys_values.items()}
 
     def backward(self) -> None:
         """Send the gradients that have added up through the prompts. Does nothing if there are none."""
@@ -215,6 +216,18 @@ class PackedPass:
             tokens = self.layout.tokens
             self.read.setdefault(layer, (k[:, :tokens], v[:, :tokens]))  # once: checkpointing runs a layer again
 
+    def record_state(self, key: tuple[int, str], states: Tensor) -> None:
+        """Store a layer's states after the sequences if this pass reads prompts."""
+        if self.read is not None:
+            self.read.setdefault(key, (states,))
+
+    def state(self, key: tuple[int, str], zeros: Tensor) -> Tensor:
+        """A layer's state before each sequence, ``[S, ...]``; ``zeros`` where there is no prefix."""
+        zeros = zeros[None]
+        if key not in self.prefixes:
+            return zeros.expand(len(self.layout.lengths), *zeros.shape[1:])
+        return torch.cat([zeros, self.prefixes[key][0].to(zeros.dtype)]).index_select(0, self.layout.continued_S)
+
     def attend(
         self,
         layer: int,
@@ -228,7 +241,8 @@ class PackedPass:
     ) -> Tensor:
         """One layer's attention; ``[A, T, D]`` each. ``drawn_N``: see ``packed_attention``."""
         self.record(layer, k, v)
-        prefix, native = self.prefixes.get(layer), self.native
+        native = self.native
+        prefix = None if layer not in self.prefixes else (self.prefixes[layer][0], self.prefixes[layer][1])
         return packed_attention(
             q, k, v, self.layout, scaling=scaling, prefix=prefix, window=window, cap=cap, native=native, drawn_N=drawn_N
         )

@@ -15,8 +15,8 @@ from cohort.presets.settings import SHORTHANDS, merged
 from cohort.presets.trust_regions import TrustRegion
 from cohort.presets.words import WORDS
 
-ABOUT = ("name", "version", "source", "summary")
-"""Fields that identify a row of the table; all others are its parts."""
+ABOUT = ("name", "version", "source", "summary", "minibatches")
+"""Fields of a row of the table that are not parts of its formula."""
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -45,6 +45,9 @@ class Objective(Checked):
     """The paper whose numbers these are."""
     summary: str = ""
     """The difference from GRPO, in one line."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per pass over a rollout. More than 1 in the presets whose ratio and trust region have no effect
+    with one update per rollout."""
 
     # Rewards to advantages: once per rollout.
     soft_overlong: parts.SoftOverlong | None = None
@@ -276,7 +279,7 @@ class Objective(Checked):
         return Objective(**{**dict(self), **merged(self, self.settings(), settings)})
 
     def settings(self) -> dict[str, object]:
-        """The parts, by name, without name, version, source and summary."""
+        """The parts, by name: all fields but ``ABOUT``."""
         return {name: value for name, value in self if name not in ABOUT}
 
 

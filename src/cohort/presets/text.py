@@ -34,6 +34,7 @@ def describe(objective: Objective) -> str:
         ("KL", _text(objective, "kl")),
         ("entropy", _text(objective, "entropy")),
         ("mean", _text(objective, "aggregation") + empty),
+        ("updates", _updates(objective)),
         ("source", "; ".join(filter(None, (objective.source, *_sources_of_other_rules(objective))))),
     ]
     title = f"objective {objective.identity}" + (f": {objective.summary}" if objective.summary else "")
@@ -45,7 +46,10 @@ def changes_from_preset(objective: Objective) -> list[str]:
     row = _row(objective)
     if row.aggregation_length is None:  # it follows from the rollout's limit
         row = row.model_copy(update={"aggregation_length": objective.aggregation_length})
-    return changes_between(row, objective)
+    changed = changes_between(row, objective)
+    if objective.minibatches != row.minibatches:
+        changed.append(f"minibatches {row.minibatches} -> {objective.minibatches}")
+    return changed
 
 
 def changes_between(before: Objective, after: Objective) -> list[str]:
@@ -89,6 +93,11 @@ def _text(objective: Objective, name: str) -> str:
         return value.words().replace("{anchor}", objective.ratio_anchor)
     length = objective.aggregation_length or "max_completion_length"
     return WORDS.get(name, {}).get(value, "").format(objective=objective, length=length)
+
+
+def _updates(objective: Objective) -> str:
+    count = objective.minibatches
+    return f"{count} minibatches per pass over a rollout, an optimizer step each" if count > 1 else ""
 
 
 def _advantage(objective: Objective) -> str:

@@ -111,7 +111,7 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
         raise ConfigError("--train and --output FOLDER belong together: the folder gets the model that is trained")
     if request.train and request.no_model:
         raise ConfigError("--train needs the model, and --no-model leaves it out: give one of them")
-    config = load_config(folder / "config.toml")
+    config = load_config(folder / "config.toml", of_run=True)
     # Of the settings of the run, only these are used: rewards, tools and data are not.
     check_code(folder, config, request.trust, read={"model.path", *(f"objective.{name}" for name in setting_names())})
     if hidden := list(hidden_settings(config.objective.model_dump(), "objective")):
@@ -127,7 +127,7 @@ def settings_of(stored: Stored, config: GRPOConfig, objective: Objective) -> Set
     """The settings with which the updates of a step worked: what its file says or, if it does not, the run's."""
     facts = stored.facts
     return Settings(
-        minibatches=facts.minibatches or config.objective.minibatches,
+        minibatches=facts.minibatches or config.objective.resolved_minibatches,
         max_completion_length=facts.max_completion_length or config.rollout.max_completion_length,
         has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
         top_entropy=objective.top_entropy,

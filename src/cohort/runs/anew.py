@@ -40,7 +40,7 @@ def check_replaceable(run: Path) -> None:
 def _best_is_later(run: Path) -> bool:
     """Whether the best model is of a step by which a checkpoint was written. The first may be written in the background
     until the second is due."""
-    every = load_config(run / "config.toml").run.save_steps
+    every = load_config(run / "config.toml", of_run=True).run.save_steps
     step: int = read_best(run / "best" / "best.json")["step"] if (run / "best").exists() else 0
     return 0 < 2 * every < step
 

@@ -46,7 +46,7 @@ def find_run(folder: RunFolder, config: GRPOConfig, resume: Resume, allowed: Col
     if folder.is_run:
         folder.take()
     folder.check_settings(config, allowed)
-    saved = load_config(folder.path / "config.toml")
+    saved = load_config(folder.path / "config.toml", of_run=True)
     steps = folder.checkpoint_steps()
     ended = folder.has_summary and resume == "auto" and not _goes_further(saved, config, folder.read_summary())
     if ended and (not steps or folder.check_resumable(config, allowed) == steps[-1]):

@@ -83,9 +83,12 @@ def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = T
     same = saved.resolved_objective.settings() == now.resolved_objective.settings()
     parts = {f"objective.{name}" for name in ("preset", *saved.objective.parts())} if same else set()
     by_facts = COMPARED_BY_FACTS if facts_known and not now.data.streaming else set()
+    # An unset number of minibatches is the preset's.
+    resolved = {"objective.minibatches": (saved.objective.resolved_minibatches, now.objective.resolved_minibatches)}
     new, found = dict(_flat(now)), []
     for key, value in _flat(saved):
-        before, after = hide_secrets(value), hide_secrets(new[key])  # a run folder holds no secrets
+        # A run folder holds no secrets.
+        before, after = resolved.get(key) or (hide_secrets(value), hide_secrets(new[key]))
         if before == after or key in parts or key == "run.output_dir":
             continue
         if key in COMPARED_BY_FACTS and not (before and after):

@@ -165,7 +165,8 @@ class RunFolder:
         """
         self.check_is_run()
         check_keys(allowed)
-        changes = setting_changes(load_config(self.path / "config.toml"), config, facts_known=self._facts_known())
+        saved = load_config(self.path / "config.toml", of_run=True)
+        changes = setting_changes(saved, config, facts_known=self._facts_known())
         refuse(self.path, changes, allowed)
         return changes
 

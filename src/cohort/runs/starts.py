@@ -159,7 +159,7 @@ def with_overrides_of_start(
         # The ranks are of this command, and with them how they share the work.
         kept = (name for name in started if not name.startswith("parallel.") and name != "run.output_dir")
         names = [name for name in kept if name not in given]
-        config = with_settings(config, load_config(run / "config.toml"), names)
+        config = with_settings(config, load_config(run / "config.toml", of_run=True), names)
     except ConfigError as error:
         raise RunFolderError(f"the overrides that {run} was started with do not fit: {error}") from None
     check_run_settings(run, config, trusted, read=names)

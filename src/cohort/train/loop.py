@@ -91,7 +91,7 @@ def run(
         with clock("logps"):
             batch = updates.share(with_advantages_and_logps(context, batch, rollout, schedule))
         parts.rollout_scored(step + 1, rollout, batch)
-        minibatches = split_minibatches(batch, config.objective.minibatches)
+        minibatches = split_minibatches(batch, objective.minibatches)
 
         # Measure the norm of each term's gradient, when the settings ask for it. The weights do not change.
         if minibatches and not updates.done and due(step + 1, config.report.term_norms_steps):

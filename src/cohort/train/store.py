@@ -48,7 +48,7 @@ def store_step(
     settings = config.report
     if settings.log_completions and step % settings.store_steps == 0:
         chosen = chosen_groups(rollout.sampled, settings.store_groups, config.run.seed)
-        table = step_table(context, step, rollout, batch, updates, config.objective.minibatches, chosen)
+        table = step_table(context, step, rollout, batch, updates, context.objective.minibatches, chosen)
         folder.write_rollout(step, table)
 
 

@@ -144,7 +144,7 @@ def train(rewards=right, table=None, sampler=sample, each_update=None, seed=0, *
         batch = lay_out(rollout.used_groups, policy.device)
         batch = with_advantages_and_logps(context, batch, rollout, schedule)
         results, nonfinite = [], 0
-        for part in split_minibatches(batch, config.objective.minibatches) * config.objective.num_iterations:
+        for part in split_minibatches(batch, config.objective.resolved_minibatches) * config.objective.num_iterations:
             changed = each_update(context, batch) if each_update else batch
             outcome = update(context, changed, part, adaptive.applied_entropy_coefficient(objective))
             if isinstance(outcome, NonFinite):

@@ -227,7 +227,9 @@ def test_healthy_runs_are_not_called_ill(preset, several):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("several", [{}, {"num_iterations": 2, "minibatches": 3}], ids=["one_update", "six_updates"])
+@pytest.mark.parametrize(
+    "several", [{"minibatches": 1}, {"num_iterations": 2, "minibatches": 3}], ids=["one_update", "six_updates"]
+)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_healthy_run_of_every_preset_is_not_called_ill(preset, several):
     run = train(preset=preset, num_generations=16 if preset == "gfpo" else 8, **several)

@@ -50,8 +50,9 @@ class Facts:
         skip = report.get("skip_checks")
         confidence = _number(_table(settings, "eval"), "confidence", 0.95)
         return cls(
-            objective=_objective(objective),
-            updates=_positive(objective, "num_iterations", 1) * _positive(objective, "minibatches", 1),
+            objective=(resolved := _objective(objective)),
+            updates=_positive(objective, "num_iterations", 1)
+            * _positive(objective, "minibatches", resolved.minibatches),
             prompts=_positive(rollout, "prompts_per_step", 8),
             generations=_positive(rollout, "num_generations", 8),
             max_length=(longest := _positive(rollout, "max_completion_length", 256)),

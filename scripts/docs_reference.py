@@ -1,0 +1,212 @@
+"""The reference pages of the site, generated from the code: settings, commands, presets, rewards, the Python API.
+
+``pages()`` returns them as Markdown by name. scripts/docs_site.py adds them to the site; nothing is written here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+
+import cohort.cli.main  # noqa: F401  (the commands)
+from cohort.cli.app import app
+from cohort.config import GRPOConfig
+from cohort.config.section import Section, subsection
+from cohort.objective import explain
+from cohort.presets import PRESETS
+from cohort.rewards.names import BUILTIN_REWARDS, explain_reward
+from cohort.runs.changes import MAY_CHANGE_ON_RESUME
+
+SETTINGS, COMMANDS = "reference/settings.md", "reference/commands.md"
+ROOMS = {
+    "cohort": "What most programs need.",
+    "cohort.callbacks": "",
+    "cohort.rewards": "",
+    "cohort.environments": "",
+    "cohort.presets": "",
+    "cohort.objective": "",
+    "cohort.config": "The sections of the settings are on the page [Settings](../settings.md).",
+    "cohort.data": "",
+    "cohort.rollout": "",
+    "cohort.policy": "",
+    "cohort.train": "",
+    "cohort.evaluation": "",
+    "cohort.runs": "",
+    "cohort.types": "",
+    "cohort.errors": "",
+    "cohort.trl": "",
+}
+"""The modules of the Python reference, with a sentence of its page each."""
+
+
+def pages() -> dict[str, str]:
+    """Every generated page: its path in the site and its Markdown."""
+    python = {f"reference/python/{module}.md": _python_page(module, text) for module, text in ROOMS.items()}
+    return {
+        SETTINGS: settings_page(),
+        COMMANDS: commands_page(),
+        "reference/presets.md": presets_page(),
+        "reference/rewards.md": rewards_page(),
+        **python,
+    }
+
+
+def settings_page() -> str:
+    """Every setting: type, range, default, meaning."""
+    lines = [
+        "# Settings",
+        "`cohort config` prints the same as a TOML file to start from. A setting is given in the file under its "
+        "section, on the command line as `--section.name value`, and in Python by its name alone: "
+        "`GRPOConfig(temperature=0.7)`. An unset setting has no default of its own; its text says what is used.",
+        'A setting marked "may change" may have another value when a run is resumed; '
+        "the others would change what the run computes.",
+    ]
+    for path, section in _sections("", GRPOConfig):
+        lines.append(f"## [{path}] {{ #{path} }}")
+        lines.append(_prose(section.__doc__ or ""))
+        for key, field in section.model_fields.items():
+            if subsection(field.annotation) is None:
+                lines += _setting(f"{path}.{key}", field)
+    return "\n\n".join(lines) + "\n"
+
+
+def setting_names() -> set[str]:
+    """The settings with their sections, which are the anchors of the page."""
+    return {
+        f"{path}.{key}"
+        for path, section in _sections("", GRPOConfig)
+        for key, field in section.model_fields.items()
+        if subsection(field.annotation) is None
+    }
+
+
+def _sections(path: str, schema: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    for key, field in schema.model_fields.items():
+        if table := subsection(field.annotation):
+            name = f"{path}.{key}".lstrip(".")
+            yield name, table
+            yield from _sections(name, table)
+
+
+def _setting(path: str, field: FieldInfo) -> list[str]:
+    kind = type_in_words(TypeAdapter(field.rebuild_annotation()).json_schema())
+    default = "unset" if field.default is None else f"`{_toml(field.default)}`"
+    parts = path.split(".")
+    changes = any(".".join(parts[:n]) in MAY_CHANGE_ON_RESUME for n in range(1, len(parts) + 1))
+    facts = f"{kind} · default {default}{' · may change' if changes else ''}"
+    return [f"### {path} {{ #{path} }}", f"{facts}\n{{ .setting }}", _prose(field.description or "")]
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def type_in_words(schema: dict[str, Any]) -> str:
+    """A JSON schema of a setting in words.
+
+    >>> type_in_words({"type": "integer", "minimum": 1})
+    'integer, at least 1'
+    >>> type_in_words({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 1}, {"type": "null"}]})
+    'number above 0, at most 1'
+    """
+    if "anyOf" in schema:
+        return " or ".join(type_in_words(each) for each in schema["anyOf"] if each.get("type") != "null")
+    if "enum" in schema:
+        return "one of " + ", ".join(f"`{word}`" for word in schema["enum"])
+    if "$ref" in schema:
+        return "table"
+    match schema.get("type"):
+        case None:
+            return "word, number or table"
+        case "array":
+            return f"list of {_plural(type_in_words(schema['items']))}"
+        case "object":
+            return "table"
+        case "boolean":
+            return "true or false"
+        case kind:
+            words = {"exclusiveMinimum": " above {}", "minimum": ", at least {}"}
+            words |= {"exclusiveMaximum": ", below {}", "maximum": ", at most {}"}
+            limits = (text.format(f"{schema[name]:,}") for name, text in words.items() if name in schema)
+            return f"{kind}{''.join(limits)}"
+
+
+def _plural(words: str) -> str:
+    """The words for one item as the words for several: "integer, at least 1" to "integers, at least 1"."""
+    return re.sub(r"^(\w+)", r"\1s", words) if not words.startswith("one of") else words.replace("one of", "")
+
+
+def commands_page() -> str:
+    """Every command with its arguments: the text of ``--help``."""
+    text: str = app.generate_docs(output_format="markdown", heading_level=1)
+    start = text.index("## cohort ")  # after the table of contents
+    text = re.sub(r"^cohort (\w+) \1\b", r"cohort \1", text[start:], flags=re.MULTILINE)
+    text = re.sub(r"^(```console\n)Usage: ", r"\1", text, flags=re.MULTILINE)
+    return "# Commands\n\nEach command prints this text with `--help`.\n\n" + _linked(text)
+
+
+def command_names() -> set[str]:
+    """The commands that the page has a heading for."""
+    return {name for name in app if not name.startswith("-")}
+
+
+def presets_page() -> str:
+    """Every preset as ``cohort objective NAME`` explains it."""
+    lines = [
+        "# Presets",
+        "`cohort objective NAME` prints these texts, also for a preset whose parts you change with `--set`.",
+    ]
+    lines.append("[The guide](../objective.md) explains the parts.")
+    for row in PRESETS.values():
+        lines += [f"## {row.name} {{ #{row.name} }}", f"```text\n{explain(row)}\n```"]
+    return "\n\n".join(lines) + "\n"
+
+
+def rewards_page() -> str:
+    """Every built-in reward as ``cohort rewards NAME`` explains it."""
+    lines = ["# Built-in rewards", "`cohort rewards NAME` prints these texts. [Rewards](../rewards.md) is the guide."]
+    for name in BUILTIN_REWARDS:
+        lines += [f"## {name} {{ #{name} }}", f"```text\n{explain_reward(name)}\n```"]
+    return "\n\n".join(lines) + "\n"
+
+
+def _python_page(module: str, text: str) -> str:
+    lines = [f"# {module}", text or (inspect.getdoc(importlib.import_module(module)) or "").partition("\n")[0]]
+    for value in _public(module):
+        lines.append(f"::: {value.__module__}.{value.__qualname__}")
+        if inspect.isclass(value) and issubclass(value, Section):  # their fields are the page of settings
+            lines[-1] += "\n    options: { members: false }"
+    return "\n\n".join(lines) + "\n"
+
+
+def _public(module: str) -> list[Any]:
+    """The classes and functions that a module offers, apart from those that an earlier page has."""
+    earlier = [name for name in ROOMS if list(ROOMS).index(name) < list(ROOMS).index(module)]
+    seen = {id(value) for name in earlier for value in _offered(name)}
+    return [value for value in _offered(module) if id(value) not in seen]
+
+
+def _offered(module: str) -> list[Any]:
+    loaded = importlib.import_module(module)
+    names = getattr(loaded, "__all__", None) or sorted({*vars(loaded), *getattr(loaded, "_MODULES", {})}, key=str.lower)
+    values = [getattr(loaded, name, None) for name in names if not name.startswith("_")]
+    own = [value for value in values if str(getattr(value, "__module__", "")).startswith("cohort")]
+    return [value for value in own if inspect.isclass(value) or inspect.isroutine(value)]
+
+
+def _prose(text: str) -> str:
+    """A docstring as Markdown: its characters are shown, apart from code in backticks."""
+    spans = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    return _linked("".join(span if span.startswith("`") else re.sub(r"([*_<>\[\]])", r"\\\1", span) for span in spans))
+
+
+def _linked(text: str) -> str:
+    """Pages that a text names, as links."""
+    return re.sub(r"\bdocs/([\w-]+)\.md", r"[\1](../\1.md)", text)

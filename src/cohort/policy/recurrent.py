@@ -1,0 +1,163 @@
+"""Recurrences over packed sequences that begin with given states: the gated delta rule and Mamba 2's state space.
+
+Both are computed by chunks: products inside all chunks at once, then one step of the recurrence per chunk. They are
+plain differentiable functions of tensors, in float32 or wider.
+
+Axis letters: T tokens, S sequences, J chunks, C tokens of a chunk, A heads, G groups of R heads each that share keys, K
+width of keys, D width of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cohort.policy.chunks import Chunks
+
+
+def delta_rule(
+    q_TGK: Tensor, k_TGK: Tensor, v_TAD: Tensor, decay_TA: Tensor, beta_TA: Tensor, chunks: Chunks, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule, by chunks::
+
+        S_t = exp(decay_t) S_{t-1} + beta_t k_t (v_t - exp(decay_t) S_{t-1}^T k_t)^T        out_t = S_t^T q_t
+
+    Args:
+        q_TGK, k_TGK: queries, with their scale, and keys. Each is used by R = A / G neighbouring heads.
+        v_TAD: values.
+        decay_TA: at most 0.
+        beta_TA: how much of a value is written.
+        chunks: the sequences.
+        state: S before each sequence, ``[S, A, K, D]``.
+
+    Returns:
+        out, ``[T, A, D]``, and S after each sequence.
+
+    Source: Gated Delta Networks (arXiv 2412.06464), 3.3.
+    """
+    groups, heads = k_TGK.shape[1], v_TAD.shape[1]
+    shape = (groups, heads // groups)
+    # [J, G, 1 or R, C, ...]
+    q, k = (chunks.cut(part, fill=False).transpose(1, 2)[:, :, None] for part in (q_TGK, k_TGK))
+    v = chunks.cut(v_TAD, fill=False).transpose(1, 2).unflatten(1, shape)
+    decay, beta = (chunks.cut(part).transpose(1, 2).unflatten(1, shape) for part in (decay_TA, beta_TA))
+    passed = decay.cumsum(-1)  # since the beginning of the chunk
+    between = _decay_between(passed)
+    grown = passed.exp()[..., None]
+    # Inside a chunk: (1 + L) u = beta v and (1 + L) w = beta exp(passed) k, with L the strictly lower triangle of
+    # beta_i exp(passed_i - passed_j) k_i . k_j. What is written is u - w S for the state S before the chunk.
+    lower = (k @ k.mT) * between * beta[..., None]
+    weighted = torch.cat([v, k * grown], -1) * beta[..., None]
+    solved = torch.linalg.solve_triangular(lower, weighted, upper=False, unitriangular=True).flatten(1, 2)
+    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
+    left = (passed[..., -1:] - passed).exp()[..., None]
+    keys = (k * left).flatten(1, 2).mT
+    whole = grown[..., -1:, :].flatten(1, 2)
+
+    written: list[Tensor] = []
+
+    def added(step: slice, state: Tensor) -> Tensor:
+        new: Tensor = u[step] - w[step] @ state
+        written.append(new)
+        adding: Tensor = keys[step] @ new
+        return adding
+
+    before, after = _carry(chunks, state, whole, added)
+    out: Tensor = (q * grown).flatten(1, 2) @ before + ((q @ k.mT) * between).flatten(1, 2) @ torch.cat(written)
+    return chunks.join(out.transpose(1, 2)), after
+
+
+def state_space(
+    x_TAD: Tensor, step_TA: Tensor, decay_A: Tensor, b_TGK: Tensor, c_TGK: Tensor, chunks: Chunks, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The state space of Mamba 2, by chunks::
+
+        S_t = exp(step_t decay) S_{t-1} + step_t x_t b_t^T        out_t = S_t c_t
+
+    Args:
+        x_TAD: values.
+        step_TA: time steps.
+        decay_A: at most 0.
+        b_TGK, c_TGK: keys and queries. Each is used by R = A / G neighbouring heads.
+        chunks: the sequences.
+        state: S before each sequence, ``[S, A, D, K]``.
+
+    Returns:
+        out, ``[T, A, D]``, and S after each sequence.
+
+    Source: Transformers are SSMs (arXiv 2405.21060), 6.
+    """
+    groups, heads, width = b_TGK.shape[1], *x_TAD.shape[1:]
+    shape = (groups, heads // groups)
+    step = chunks.cut(step_TA)  # [J, C, A]
+    b, c = (chunks.cut(part, fill=False).transpose(1, 2) for part in (b_TGK, c_TGK))  # [J, G, C, K]
+    x = (chunks.cut(x_TAD, fill=False) * step[..., None]).transpose(1, 2)  # [J, A, C, D]
+    passed = (step * decay_A).transpose(1, 2).cumsum(-1)  # [J, A, C]
+    scores = (c @ b.mT)[:, :, None] * _decay_between(passed).unflatten(1, shape)
+    out = scores.flatten(1, 2) @ x
+    # What a chunk adds to the state, [J, G, K, R, D]: one product for the heads of a group.
+    left = (passed[..., -1:] - passed).exp()[..., None]
+
+    def by_group(values: Tensor) -> Tensor:
+        """``[J, A, C, D]`` to ``[J, G, C, R D]``."""
+        grouped: Tensor = values.unflatten(1, shape)
+        return grouped.transpose(2, 3).flatten(3)
+
+    added = (b.mT @ by_group(x * left)).unflatten(-1, (-1, width))
+    whole = passed[..., -1].exp().unflatten(1, shape)[:, :, None, :, None]
+    state = state.unflatten(1, shape).permute(0, 1, 4, 2, 3)
+    before, after = _carry(chunks, state, whole, lambda step, _: added[step])
+    read = (c @ before.flatten(3)).unflatten(-1, (-1, width))  # [J, G, C, R, D]
+    out = out + read.transpose(2, 3).flatten(1, 2) * passed.exp()[..., None]
+    return chunks.join(out.transpose(1, 2)), after.permute(0, 1, 3, 4, 2).flatten(1, 2)
+
+
+def _carry(
+    chunks: Chunks, state: Tensor, decay: Tensor, added: Callable[[slice, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Carry states from chunk to chunk.
+
+    Args:
+        chunks: the sequences.
+        state: before each sequence, ``[S, ...]``.
+        decay: factors of states in each chunk, ``[J, ...]``.
+        added: what some chunks, given their states before them, add to the states.
+
+    Returns:
+        The state before each chunk, ``[J, ...]``, and after each sequence.
+    """
+    state = chunks.sorted(state)
+    before, ended = [], []
+    for step in chunks.steps:
+        running = step.stop - step.start
+        if running < len(state):
+            ended.append(state[running:])
+            state = state[:running]
+        before.append(state)
+        state = state * decay[step] + added(step, state)
+    return torch.cat(before), chunks.unsorted(torch.cat([state, *reversed(ended)]))
+
+
+def _decay_between(passed: Tensor) -> Tensor:
+    """``exp(passed_i - passed_j)`` for i >= j, else 0: ``[..., C]`` to ``[..., C, C]``."""
+    size = passed.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=passed.device).triu(1)
+    return (passed[..., :, None] - passed[..., None, :]).masked_fill(later, -torch.inf).exp()
+
+
+def steps_of(dt_TA: Tensor, bias_A: Tensor | None, softplus: bool, limits: tuple[float, float]) -> Tensor:
+    """Time steps from their projection, as Mamba 2 computes them."""
+    if bias_A is not None:
+        dt_TA = dt_TA + bias_A.to(dt_TA.dtype)
+    if softplus:
+        dt_TA = functional.softplus(dt_TA)
+    return dt_TA.clamp(*limits)
+
+
+def unit(values: Tensor) -> Tensor:
+    """Vectors of length 1, with the epsilon of Qwen's kernels."""
+    length = (values.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return values * length

@@ -1,0 +1,186 @@
+"""The recurrent layers of a transformers model over packed sequences that continue shared prefixes.
+
+Layers of transformers call three functions by name: a short convolution by channel and, for the recurrence itself, the
+gated delta rule or Mamba 2's scan. Inside ``replaced`` these names stand for functions over packed tokens, which begin
+each sequence with the convolution's tail and the state that its prefix left, and keep them when a prefix is read. All
+else of a layer (projections, adapters, gates, norms) is the model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cohort.parallel.full import class_before_sharding
+from cohort.policy.anatomy import need
+from cohort.policy.layout import Layout
+from cohort.policy.passes import PackedPass
+from cohort.policy.recurrent import delta_rule, state_space, steps_of, unit
+
+ARGUMENT = "cohort_packed"
+"""The name under which a model hands a pass on to its layers."""
+
+
+class LayerPass:
+    """One recurrent layer in one pass.
+
+    Args:
+        packed: the pass.
+        layer: the layer's number.
+    """
+
+    def __init__(self, packed: PackedPass, layer: int) -> None:
+        self._packed = packed
+        self._layer = layer
+        self._convolutions = 0
+
+    @property
+    def layout(self) -> Layout:
+        """Which token belongs to which sequence."""
+        return self._packed.layout
+
+    def convolve(self, x_TH: Tensor, weight: Tensor) -> Tensor:
+        """See ``Tails.convolve``. A layer may have several convolutions."""
+        key = (self._layer, f"convolution {self._convolutions}")
+        self._convolutions += 1
+        tails = self.layout.tails(weight.shape[1] - 1)
+        before = self._packed.state(key, x_TH.new_zeros(tails.count, x_TH.shape[1]))
+        out, after = tails.convolve(x_TH, before, weight)
+        self._packed.record_state(key, after)
+        return out
+
+    def recur(self, function: Any, *values: Tensor, state: Tensor) -> Tensor:
+        """Run a recurrence; ``state`` is one of zeros."""
+        key = (self._layer, "recurrence")
+        out: Tensor
+        out, after = function(*values, self.layout.chunks, self._packed.state(key, state))
+        self._packed.record_state(key, after)
+        return out
+
+
+def find_mixers(model: nn.Module) -> list[Any]:
+    """The recurrent layers: modules with a number, of a file of code that has a short convolution."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "layer_idx")
+        and any(isinstance(child, nn.Conv1d) for child in module.children())
+        and hasattr(_code_of(module), "causal_conv1d_fn")
+    ]
+
+
+def _code_of(module: nn.Module) -> Any:
+    return sys.modules[class_before_sharding(module).__module__]
+
+
+@contextlib.contextmanager
+def replaced(mixers: list[Any]) -> Iterator[None]:
+    """Let recurrent layers run packed inside the block."""
+    files = {id(code): code for code in map(_code_of, mixers)}.values()
+    before = [(code, name, getattr(code, name)) for code in files for name in FUNCTIONS if hasattr(code, name)]
+    hooks = [mixer.register_forward_pre_hook(_begin, with_kwargs=True) for mixer in mixers]
+    for code, name, _ in before:
+        setattr(code, name, FUNCTIONS[name])
+    try:
+        yield
+    finally:
+        for code, name, function in before:
+            setattr(code, name, function)
+        for hook in hooks:
+            hook.remove()
+
+
+def _begin(mixer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    need(ARGUMENT in named, "it does not hand arguments on to its recurrent layers")
+    return given, named | {ARGUMENT: LayerPass(named[ARGUMENT], mixer.layer_idx)}
+
+
+def _wide(*parts: Tensor) -> list[Tensor]:
+    """In float32 or wider: recurrences multiply thousands of decays."""
+    return [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
+
+
+def _convolution(
+    x_1HT: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+) -> Tensor:
+    """``causal_conv1d_fn`` of transformers."""
+    layer: LayerPass = others[ARGUMENT]
+    x_TH = x_1HT[0].T
+    tokens = layer.layout.tokens
+    out = layer.convolve(x_TH[:tokens], weight)
+    if bias is not None:
+        out = out + bias
+    if activation is not None:
+        need(activation in {"silu", "swish"}, f"a convolution has the activation {activation!r}")
+        out = functional.silu(out)
+    return functional.pad(out.to(x_1HT.dtype), (0, 0, 0, len(x_TH) - tokens)).T[None]
+
+
+def _gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """``torch_chunk_gated_delta_rule`` of transformers."""
+    layer: LayerPass = others[ARGUMENT]
+    need(others.get("scale") is None, "its delta rule has a scale of its own")
+    tokens = layer.layout.tokens
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, v, decay, written = _wide(*(part[0, :tokens] for part in (query, key, value, g, beta)))
+        if use_qk_l2norm_in_kernel:
+            q, k = unit(q), unit(k)
+        state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
+        out = layer.recur(delta_rule, q * q.shape[-1] ** -0.5, k, v, decay, written, state=state)
+    return functional.pad(out, (0, 0, 0, 0, 0, value.shape[1] - tokens)).to(query.dtype)[None], None
+
+
+def _scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **others: Any,
+) -> Tensor:
+    """``mamba2_chunk_scan`` of transformers."""
+    layer: LayerPass = others[ARGUMENT]
+    need(z is None, "its scan has a gate")
+    tokens = layer.layout.tokens
+    steps = steps_of(dt[0, :tokens], dt_bias, dt_softplus, dt_limit)
+    with torch.autocast(dt.device.type, enabled=False):
+        x, steps, decay, b, c = _wide(hidden_states[0, :tokens], steps, A, B[0, :tokens], C[0, :tokens])
+        state = x.new_zeros(*x.shape[1:], b.shape[-1])
+        out = layer.recur(state_space, x, steps, decay, b, c, state=state)
+        if D is not None:
+            out = out + x * D[:, None]
+    return functional.pad(out, (0, 0, 0, 0, 0, dt.shape[1] - tokens))[None]
+
+
+def _fused(*_given: Any, **_others: Any) -> None:
+    """``mamba2_split_conv1d_scan_combined`` of transformers: None, so that the layer calls its parts one by one."""
+
+
+FUNCTIONS = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "mamba2_chunk_scan": _scan,
+    "mamba2_split_conv1d_scan_combined": _fused,
+}
+"""What stands for the functions of transformers."""

@@ -1,0 +1,88 @@
+"""What the package brings along: the recipes, the documentation, and two small models and a data set by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.errors import CohortError, ConfigError, did_you_mean
+
+PREFIX = "cohort:"
+PACKAGE = Path(__file__).parent
+MODELS = {"cohort:demo": PACKAGE / "demo" / "model", "cohort:demo-tool": PACKAGE / "demo" / "tool_model"}
+"""Name to folder, wherever a model is named."""
+DATA = {"cohort:addition": PACKAGE / "demo" / "addition"}
+"""Name to folder, wherever data is named: its files are the splits."""
+
+
+def folder(name: str) -> Path:
+    """The folder "examples" or "docs": the one in the package or, of an editable install, the one in the clone.
+
+    Raises:
+        ConfigError: the installation has neither.
+    """
+    places = [PACKAGE / name, PACKAGE.parents[1] / name]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise ConfigError(
+        f"this installation of Cohort has no {name}: looked for {' and '.join(map(str, places))}. Install it again: "
+        "pip install --force-reinstall --no-deps cohort-rl"
+    )
+
+
+def shipped(name: str, kind: str, error: type[CohortError]) -> str:
+    """The folder of a shipped model or data set; another name unchanged.
+
+    Args:
+        name: "cohort:demo", a folder, a hub id.
+        kind: "model" or "data set".
+        error: the class of error to raise.
+
+    Raises:
+        CohortError: of the given class: the name begins with "cohort:", and nothing is shipped under it.
+
+    >>> shipped("Qwen/Qwen2.5-0.5B", "model", ConfigError)
+    'Qwen/Qwen2.5-0.5B'
+    """
+    known = MODELS if kind == "model" else DATA
+    if not name.startswith(PREFIX):
+        return name
+    if name not in known:
+        raise error(f"no {kind} {name!r} is shipped: there is {', '.join(known)}{did_you_mean(name, known)}")
+    return str(known[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A recipe: the folder ``examples/NAME`` with a ``config.toml``, whose first three lines say what it is.
+
+    # What it does, in one line
+    # hardware: what it needs
+    # time: how long it takes
+    """
+
+    name: str
+    folder: Path
+    title: str
+    hardware: str
+    time: str
+
+
+_HEAD = re.compile(r"# (?P<title>.+)\n# hardware: (?P<hardware>.+)\n# time: (?P<time>.+)\n")
+
+
+def recipes() -> dict[str, Recipe]:
+    """The recipes by name.
+
+    Raises:
+        ConfigError: the installation has no recipes, or the head of one has another form.
+    """
+    found = {}
+    for file in sorted(folder("examples").glob("*/config.toml")):
+        name, head = file.parent.name, _HEAD.match(file.read_text(encoding="utf-8"))
+        if head is None:
+            raise ConfigError(f"{file} does not begin with '# TITLE', '# hardware: ...' and '# time: ...'")
+        found[name] = Recipe(name, file.parent, **head.groupdict())
+    return found

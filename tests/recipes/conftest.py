@@ -1,0 +1,43 @@
+"""Recipes run as they are shipped, but for settings on the command line that make them small."""
+
+import contextlib
+
+import pytest
+
+from cohort import shipped
+from tests.conftest import tiny_llama
+from tests.data.templates import byte_tokenizer
+
+ROLES = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def run_recipe(tmp_path_factory):
+    """``run_recipe("gsm8k", "--run.max_steps", "1", ...)``: ``cohort train`` with the shipped files, in this process and
+    from an empty folder. Returns the run folder. The errors of a bad setting are raised, as ``CohortError``."""
+
+    def run(name, *overrides):
+        from cohort.cli.main import app
+
+        config = shipped.recipes()[name].folder / "config.toml"
+        folder = tmp_path_factory.mktemp(name)
+        arguments = ["train", str(config), "--run.output_dir", str(folder / "run"), *map(str, overrides)]
+        command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+        with contextlib.chdir(folder):
+            command(*bound.args, **bound.kwargs)
+        return folder / "run"
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_model(tmp_path_factory):
+    """A random model with a token per byte and a chat template that shows roles: it takes any text."""
+    path, tokenizer = tmp_path_factory.mktemp("tiny_chat_model"), byte_tokenizer(ROLES, bos=False)
+    tokenizer.save_pretrained(path)
+    shape = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 2048}
+    tiny_llama(**shape).save_pretrained(path)
+    return path
