@@ -65,7 +65,7 @@ def settings_page() -> str:
         "`cohort config` prints the same as a TOML file to start from. A setting is given in the file under its "
         "section, on the command line as `--section.name value`, and in Python by its name alone: "
         "`GRPOConfig(temperature=0.7)`. An unset setting has no default of its own; its text says what is used.",
-        'A setting marked "may change" may have another value when a run is resumed; '
+        'A setting marked "may change" may have another value when a run is [resumed](../runs.md); '
         "the others would change what the run computes.",
     ]
     for path, section in _sections("", GRPOConfig):
@@ -144,12 +144,20 @@ def _plural(words: str) -> str:
 
 
 def commands_page() -> str:
-    """Every command with its arguments: the text of ``--help``."""
+    """Every command with its arguments: the text of ``--help``, in its order."""
     text: str = app.generate_docs(output_format="markdown", heading_level=1)
-    start = text.index("## cohort ")  # after the table of contents
-    text = re.sub(r"^cohort (\w+) \1\b", r"cohort \1", text[start:], flags=re.MULTILINE)
-    text = re.sub(r"^(```console\n)Usage: ", r"\1", text, flags=re.MULTILINE)
-    return "# Commands\n\nEach command prints this text with `--help`.\n\n" + _linked(text)
+    overview, *parts = re.split("^(?=## cohort )", text, flags=re.MULTILINE)
+    order = re.findall(r"^\* \[`(\w+)`\]", overview, flags=re.MULTILINE)
+    parts.sort(key=lambda part: order.index(part.split()[2]))
+    parts = [part.rstrip() + _prose_of_epilogue(part.split()[2]) for part in parts]
+    body = re.sub(r"^cohort (\w+) \1\b", r"cohort \1", "\n\n".join(parts), flags=re.MULTILINE)
+    return f"# Commands\n\nEach command prints this text with `--help`.\n\n{_linked(body)}"
+
+
+def _prose_of_epilogue(command: str) -> str:
+    """The lines below the options of ``--help``."""
+    epilogue = app[command].help_epilogue or ""
+    return f"\n\n{_prose(epilogue)}" if epilogue else ""
 
 
 def command_names() -> set[str]:
@@ -163,7 +171,9 @@ def presets_page() -> str:
         "# Presets",
         "`cohort objective NAME` prints these texts, also for a preset whose parts you change with `--set`.",
     ]
-    lines.append("[The guide](../objective.md) explains the parts.")
+    lines.append(
+        "[Choosing an objective](../choosing.md) says which fits; [the guide](../objective.md) explains the parts."
+    )
     for row in PRESETS.values():
         lines += [f"## {row.name} {{ #{row.name} }}", f"```text\n{explain(row)}\n```"]
     return "\n\n".join(lines) + "\n"
@@ -209,4 +219,6 @@ def _prose(text: str) -> str:
 
 def _linked(text: str) -> str:
     """Pages that a text names, as links."""
-    return re.sub(r"\bdocs/([\w-]+)\.md", r"[\1](../\1.md)", text)
+    return re.sub(
+        r"\bdocs/([\w-]+)\.md|'cohort docs ([\w/-]+)'", lambda it: f"[{it[1] or it[2]}](../{it[1] or it[2]}.md)", text
+    )

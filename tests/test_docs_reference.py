@@ -49,7 +49,7 @@ def test_a_type_in_words(reference):
 
 
 def test_prose_is_shown_as_it_is_written(reference):
-    assert reference._prose("a <- b * c, see docs/scale.md and `x * y`") == (
+    assert reference._prose("a <- b * c, see 'cohort docs scale' and `x * y`") == (
         r"a \<- b \* c, see [scale](../scale.md) and `x * y`"
     )
 

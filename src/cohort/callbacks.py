@@ -78,7 +78,7 @@ class Step:
     metrics: Mapping[str, Any]
     """The line of ``metrics.jsonl``."""
     findings: Sequence[Finding]
-    """The findings of the diagnosis that begin, worsen or end with this step (docs/diagnosis.md)."""
+    """The findings of the diagnosis that begin, worsen or end with this step (see 'cohort docs diagnosis')."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ def check_callback(callback: Any) -> None:
     if any(base.__module__.partition(".")[0] == "transformers" for base in kind.__mro__):
         raise ConfigError(
             f"callbacks: {kind.__name__} is a callback of transformers, which cohort.trl.GRPOTrainer takes. Here, "
-            f"write what it does as the methods {known} of an object (docs/trackers.md)"
+            f"write what it does as the methods {known} of an object (see 'cohort docs trackers')"
         )
     for name in found:
         if name not in EVENTS:

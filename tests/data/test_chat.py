@@ -143,16 +143,16 @@ CALLS = """{%- for tool in tools or [] %}{{ tool | tojson }}{%- endfor %}{%- for
 
 def test_keys_that_arrow_adds_are_removed():
     def asked(name, **arguments):
-        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        call = {"type": "function", "function": {"arguments": arguments, "name": name}}
         talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
-        return {"prompt": talk, "tools": [{"name": name, **arguments}]}
+        return {"prompt": talk, "tools": [dict(sorted({"name": name, **arguments}.items()))]}  # as old versions sort
 
     rows = [{"prompt": [USER], "tools": []}, asked("f", city="B"), asked("g", zip=9)]
     plain, arrow = prompts_of(CALLS, rows), prompts_of(CALLS, pyarrow.Table.from_pylist(rows))
     assert [prompt.text for prompt in plain] == [prompt.text for prompt in arrow]
     assert arrow[0].text == "<user>1+1?<assistant>"
-    assert arrow[1].text.startswith('{"name": "f", "city": "B"}<user>')
-    assert '{"name": "f", "arguments": {"city": "B"}}' in arrow[1].text
+    assert arrow[1].text.startswith('{"city": "B", "name": "f"}<user>')
+    assert '{"arguments": {"city": "B"}, "name": "f"}' in arrow[1].text
     assert [prompt.prompt for prompt in arrow] == [row["prompt"] for row in rows]
 
 

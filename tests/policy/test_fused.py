@@ -157,8 +157,8 @@ def tables(tokens, width):
     return angles.cos(), angles.sin()
 
 
-def rotation(cos, sin):
-    return lambda by, x: by.rotate(x, cos.to(by.wide), sin.to(by.wide))
+def rotation(cos, sin, neighbours=False):
+    return lambda by, x: by.rotate(x, cos.to(by.wide), sin.to(by.wide), neighbours=neighbours)
 
 
 ROTATED = [(1, 1, 2), (1, 3, 6), (5, 2, 24), (4, 3, 64), (3, 1, 74), (500, 3, 30)]
@@ -170,6 +170,18 @@ def test_rotation(shape, dtypes):
     inputs = leaves(randn(*shape, dtype=dtype))
     (out,) = assert_same(rotation(*tables(shape[0], shape[2])), narrow, inputs)
     assert out.dtype == narrow
+
+
+@pytest.mark.parametrize(("rotated", "neighbours"), [(64, True), (24, True), (40, False)])
+def test_rotation_of_neighbours_and_of_the_first_dimensions(rotated, neighbours):
+    x, (cos, sin) = randn(4, 3, 64), tables(4, rotated)
+    (out,) = assert_same(rotation(cos, sin, neighbours), torch.float32, leaves(x))
+    step, apart = (2, 1) if neighbours else (1, rotated // 2)
+    for i in range(rotated // 2):
+        first, second = x[..., i * step], x[..., i * step + apart]
+        turned = first * cos[:, None, i] - second * sin[:, None, i]
+        torch.testing.assert_close(out[..., i * step], turned, rtol=1e-6, atol=1e-6)  # float32
+    assert torch.equal(out[..., rotated:], x[..., rotated:])
 
 
 # The activation
@@ -336,7 +348,7 @@ def test_caps_penalties_and_supports_are_computed_by_torch(settings):
     [
         lambda by: by.add_norm(randn(4, 8).bfloat16(), randn(4, 8), randn(8), 1e-6),
         lambda by: by.norm(randn(4, 8), randn(7), 1e-6),
-        lambda by: by.rotate(randn(4, 2, 8), randn(4, 6), randn(4, 6)),
+        lambda by: by.rotate(randn(4, 2, 8), randn(4, 10), randn(4, 10)),
         lambda by: by.rotate(randn(4, 2, 8), randn(3, 8), randn(3, 8)),
         lambda by: by.gate(randn(4, 8), randn(3, 8), gelu=False),
     ],

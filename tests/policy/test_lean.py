@@ -62,7 +62,7 @@ class ProductSizes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("family", "precision"), [("llama", SINGLE), ("phi3", MIXED)])
+@pytest.mark.parametrize(("family", "precision"), [("llama", SINGLE), ("arcee", MIXED)])
 def test_products_have_few_shapes(family, precision):
     """Forward and backward, for any number of tokens: oneDNN keeps code for each shape until the process ends."""
     settings = LEAN["llama"][1]

@@ -40,7 +40,7 @@ def test_an_update_computes_what_the_sampler_computed(family, checkpointed):
 
 
 def test_checkpointed_layers_are_recomputed_in_evaluation_mode():
-    policy = Policy(small("olmo2", ATTENTION), SINGLE)
+    policy = Policy(small("arcee", ATTENTION), SINGLE)
     enable_checkpointing(policy.model)
     mlp, runs = policy.model.model.layers[0].mlp, []
     mlp.register_forward_pre_hook(lambda module, _: runs.append((module.training, torch.is_grad_enabled())))

@@ -32,7 +32,7 @@ SOME_WAYS = telling(WAYS, "lean", "refilled")
 @functools.cache
 def of_way(way, dtype=torch.float32):
     """A small policy that is sampled in each way. No test changes its weights."""
-    family = {"refilled": "gpt2", "static": "phi3 window", "equal lengths": "lfm2", "no cache": "gpt2"}.get(way)
+    family = {"refilled": "gpt2", "static": "starcoder2", "equal lengths": "lfm2", "no cache": "gpt2"}.get(way)
     model = tiny_llama() if way == "lean" else test_generic.made(family)
     policy = Policy(model.to(dtype), Precision(dtype, dtype))
     _WAYS[policy] = way
@@ -79,11 +79,11 @@ GREEDY = {
         {"repetition_penalty": 1.8, "min_new_tokens": 12},
     ),
 }
-GREEDY_FAMILIES = ["llama", "mistral window, ratio 4", "gemma3", "qwen2", "gpt2", "phi3 window", "qwen3_next"]
+GREEDY_FAMILIES = ["llama", "mistral window, ratio 4", "gemma3", "qwen2", "gpt2", "starcoder2", "qwen3_next"]
 
 
 CASES = cover(GREEDY_FAMILIES, list(GREEDY))
-GREEDILY = ("llama", "mistral window, ratio 4", "gpt2", "phi3 window")
+GREEDILY = ("llama", "mistral window, ratio 4", "gpt2", "starcoder2")
 
 
 @pytest.mark.parametrize(("family", "kind"), telling(CASES, *(case for case in CASES if case[0] in GREEDILY)))

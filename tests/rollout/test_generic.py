@@ -13,6 +13,7 @@ from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.choose import logit_gaps
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
+from cohort.rollout.shared import SharedBackend
 from tests.conftest import telling
 from tests.families.configs import small_config
 from tests.rollout.conftest import drawn_ids
@@ -28,8 +29,9 @@ EXPERTS = SMALL | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "m
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 
-REFILL, TURNS, EQUAL_TURNS, RECOMPUTE = (
-    "rows refilled",
+SHARED, REFILL, TURNS, EQUAL_TURNS, RECOMPUTE = (
+    "prompts once per group",
+    "transformers' cache, rows refilled",
     "static batches",
     "all prompts have one length",
     "without a cache",
@@ -46,10 +48,6 @@ FAMILIES = {
         REFILL,
     ),
     "phi": (SMALL, REFILL),
-    "phi3": (SMALL, REFILL),
-    "olmo2": (SMALL, REFILL),
-    "cohere": (SMALL, REFILL),
-    "glm4": (SMALL | {"head_dim": 8}, REFILL),
     "opt": (
         BARE | {"ffn_dim": 48, "num_attention_heads": 4, "word_embed_proj_dim": 32, "init_std": 0.2},
         REFILL,
@@ -80,9 +78,7 @@ FAMILIES = {
         REFILL,
     ),
     # A window in some layers, or in all.
-    "phi3 window": (SMALL | {"sliding_window": 6}, TURNS),
     "starcoder2": (SMALL | {"sliding_window": 6}, TURNS),
-    "cohere2": (SMALL | MIXED, TURNS),
     "gpt_oss": (
         SMALL
         | {
@@ -119,11 +115,11 @@ FAMILIES = {
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
         },
-        TURNS,
+        SHARED,
     ),
-    "lfm2": (SMALL | {"layer_types": ["conv", "full_attention"]}, TURNS),
-    "falcon_h1": (SMALL | STATES | {"mamba_d_ssm": 32, "mamba_n_heads": 4}, TURNS),
-    "bamba": (SMALL | STATES | {"attn_layer_indices": [1]}, TURNS),
+    "lfm2": (SMALL | {"layer_types": ["conv", "full_attention"]}, SHARED),
+    "falcon_h1": (SMALL | STATES | {"mamba_d_ssm": 32, "mamba_n_heads": 4}, SHARED),
+    "bamba": (SMALL | STATES | {"attn_layer_indices": [1]}, SHARED),
     "granitemoehybrid": (
         SMALL
         | STATES
@@ -133,11 +129,11 @@ FAMILIES = {
             "num_experts_per_tok": 1,
             "shared_intermediate_size": 16,
         },
-        TURNS,
+        SHARED,
     ),
     # Widths that differ from layer to layer, and time steps that cached decoding does not limit by itself.
     "gemma4_text": (None, TURNS),
-    "nemotron_h": (None, TURNS),
+    "nemotron_h": (None, SHARED),
     # Layers that choose their keys, by position in the batch.
     "glm_moe_dsa": (None, EQUAL_TURNS),
     # A cache without a length, where every layer is a recurrence.
@@ -146,7 +142,7 @@ FAMILIES = {
     "mamba": (BARE | {"state_size": 8}, RECOMPUTE),
     "mamba2": (
         BARE | {"state_size": 8, "head_dim": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 4},
-        RECOMPUTE,
+        SHARED,
     ),
     "recurrent_gemma": (
         SMALL | {"lru_width": 32, "attention_window_size": 6, "num_hidden_layers": 3, "w_init_variance_scale": 1.0},
@@ -157,6 +153,7 @@ FAMILIES = {
 }
 PROMPTS = prompts((5, 9, 20), (7,), tuple(range(3, 30)), (2, 3), (8, 9, 4))
 KINDS = {
+    SHARED: SharedBackend,
     REFILL: RefillBackend,
     TURNS: StaticBackend,
     EQUAL_TURNS: StaticBackend,
@@ -235,7 +232,7 @@ def test_turns_of_equal_length_share_what_has_equal_length():
 
 
 def test_a_turn_may_end_in_the_middle_of_a_group():
-    engine = engine_of("phi3 window")
+    engine = engine_of("starcoder2")
     engine.max_batch_size = 4
     seen = []
     prefill = engine.backend.prefill
@@ -255,7 +252,7 @@ def test_rows_may_be_added_and_removed_at_any_place(family):
     texts = [prompt.token_ids for prompt in PROMPTS]
     owners = [0, 0, 4, 4, 0]
     tokens = torch.randint(37, (8, 20), generator=torch.Generator().manual_seed(0)).tolist()
-    shared = [0, 4] if backend.refills is False else [0, 1, 2, 4]
+    shared = [0, 4] if backend.refills is False else [3, 0, 1, 2, 4]
     backend.begin(Capacity(8, 5, 27, 20))
     rows = {row: list(texts[owner]) for row, owner in enumerate(owners)}
     held = list(shared)
@@ -280,7 +277,7 @@ def test_rows_may_be_added_and_removed_at_any_place(family):
         rows = {0: rows[0], 3: rows[3], 2: rows[2]}
         step(2)
         if backend.refills:
-            backend.remove_prompts([held.index(0)])
+            backend.remove_prompts([held.index(3)])
             held = [held[-1], *held[1:-1]]
             backend.prefill([texts[3]])
             held.append(3)
@@ -303,7 +300,7 @@ def test_rows_may_be_added_and_removed_at_any_place(family):
     backend.end()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "phi3 window", "mamba"])
+@pytest.mark.parametrize("family", ["gpt2", "starcoder2", "mamba"])
 def test_nothing_is_held_afterwards(family):
     engine = engine_of(family)
     completions(engine)
@@ -327,7 +324,7 @@ def test_bfloat16(family):
     assert (sampled - trained).abs().max() < 0.3
 
 
-@pytest.mark.parametrize("family", telling(["gpt2", "cohere2"], "gpt2"))
+@pytest.mark.parametrize("family", telling(["gpt2", "starcoder2"], "gpt2"))
 def test_float64_changes_with_no_batch_size(family):
     policy = Policy(made(family).double(), Precision(torch.float64, torch.float64))
     runs = [completions(LocalEngine(policy, LetterTokenizer(), (1,), max_batch_size=size)) for size in (1000, 2)]

@@ -58,7 +58,7 @@ samplings = st.sampled_from(
 )
 
 
-ALONE = ["tiny", "gemma3", "mistral window, ratio 4", "gpt2", "phi3 window", "lfm2"]
+ALONE = ["tiny", "gemma3", "mistral window, ratio 4", "gpt2", "starcoder2", "lfm2"]
 
 
 @pytest.mark.parametrize("family", telling(ALONE, "tiny", "gemma3", "lfm2"))

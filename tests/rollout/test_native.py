@@ -72,6 +72,7 @@ class Attention:
             self.call.q_norm, self.call.k_norm = (factor.data_ptr() for factor in self.factors)
             self.call.q_eps = self.call.k_eps = 1e-6
             self.call.cos, self.call.sin = (table.data_ptr() for table in self.tables)
+            self.call.rotated = width
 
     def step(self, qkv, threads=2):
         """Of a ``[S, (Q + 2K) D]`` output of a product; ``[S, Q, D]``."""
@@ -238,14 +239,17 @@ def test_residual_and_norm(shape, after, dtype):
     x, update, factors = randn(*shape), randn(*shape, seed=1).to(dtype), randn(2, shape[1], seed=2)
     out, stream = torch.empty(shape, dtype=dtype), x.clone()
     call = Residual(rows=shape[0], width=shape[1], half=dtype == torch.bfloat16, threads=2, eps=1e-6, after_eps=1e-5)
+    call.multiplier, call.centred = 0.5, after
     call.x, call.update, call.out, call.factor = *(t.data_ptr() for t in (stream, update, out)), factors[0].data_ptr()
     added = update.double()
     if after:
         call.after = factors[1].data_ptr()
         added = torch.nn.functional.rms_norm(added, shape[1:], factors[1].double(), 1e-5)
     KERNELS.add_norm(call)
-    expected = torch.nn.functional.rms_norm(x + added, shape[1:], factors[0].double(), 1e-6)
-    torch.testing.assert_close(stream.double(), x + added, rtol=1e-6, atol=1e-6)  # float32
+    total = x + 0.5 * added
+    norm = torch.nn.functional.layer_norm if after else torch.nn.functional.rms_norm
+    expected = norm(total, shape[1:], factors[0].double(), eps=1e-6)
+    torch.testing.assert_close(stream.double(), total, rtol=1e-6, atol=1e-6)  # float32
     torch.testing.assert_close(out.double(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
 
 

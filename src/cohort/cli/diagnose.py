@@ -13,7 +13,7 @@ from cohort.cli.app import app
 @app.command(
     sort_key=12.5,
     usage="Usage: cohort diagnose RUN [--json]",
-    help_epilogue="The exit code is 1 if an alarm stands at the end. docs/diagnosis.md explains the checks.",
+    help_epilogue="The exit code is 1 if an alarm stands at the end. 'cohort docs diagnosis' explains the checks.",
 )
 def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] = False) -> int:
     """Say what is wrong with a run, from its metrics: what, since when, why, and what to try.
@@ -51,7 +51,8 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
         lines = [finding.show(get_terminal_size((119, 24)).columns) for finding in said]
         print("\n".join([*lines, f"after step {steps[-1]['step']}, {health}" if steps else health]))
         if steps and silent:
-            print(f"not checked, because the run has no metrics for it: {', '.join(silent)} (docs/diagnosis.md)")
+            named = ", ".join(silent)
+            print(f"not checked, because the run has no metrics for it: {named} (see 'cohort docs diagnosis')")
         for damage in history.missing:
             if damage.startswith("metrics.jsonl"):
                 print(one_line(damage))

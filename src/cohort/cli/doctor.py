@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @app.command(
     sort_key=4,
     usage="Usage: cohort doctor [CONFIG.toml] [--skip NAME ...] [--json] [--section.key value ...]",
-    help_epilogue="Exit code: 1 if a check fails. docs/doctor.md explains the checks.",
+    help_epilogue="Exit code: 1 if a check fails. 'cohort docs doctor' explains the checks.",
 )
 def doctor(
     *arguments: Annotated[str, ANY_TEXT, Parameter(name="CONFIG")],

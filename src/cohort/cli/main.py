@@ -14,9 +14,12 @@ from cyclopts.token import Token
 from cohort.cli import (  # noqa: F401  (commands)
     diagnose,
     diff,
+    docs,
     doctor,
     explain,
+    export,
     models,
+    new,
     plot,
     replay,
     report,

@@ -34,7 +34,7 @@ def generate(model: str, /, *prompt: Annotated[str, ANY_TEXT], flags: GenerateFl
     sort_key=21,
     usage="Usage: cohort eval MODEL [--data FILE] [--reward NAME] [--against MODEL] [options] [--section.key value]",
     help_epilogue="If the model is in a run folder, the run's settings are the defaults. Every setting of "
-    "'cohort config' can be given as --section.key value. docs/evaluation.md explains the metrics.",
+    "'cohort config' can be given as --section.key value. 'cohort docs evaluation' explains the metrics.",
 )
 def evaluate(
     model: str, /, *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)], flags: EvalFlags | None = None

@@ -14,8 +14,8 @@ from cohort.errors import ConfigError
 @app.command(
     sort_key=15,
     usage="Usage: cohort plot RUN [RUN ...] --output FILE [--key METRIC ...] [options]",
-    help_epilogue="Example: cohort plot runs/*/ --key reward/mean --x tokens --output curves.png. docs/plot.md has "
-    "pictures, docs/metrics.md all metrics.",
+    help_epilogue="Example: cohort plot runs/*/ --key reward/mean --x tokens --output curves.png. 'cohort docs plot' "
+    "has pictures, 'cohort docs metrics' all metrics.",
 )
 def plot(
     *runs: str,

@@ -14,8 +14,8 @@ from cohort.cli.start import TRUST
 @app.command(
     sort_key=16,
     usage="Usage: cohort replay RUN [--step N] [--objective PRESET] [--set PART=VALUE ...] [--train --output FOLDER]",
-    help_epilogue="Example: cohort replay runs/mine --step 12 --objective dr_grpo --set beta=0.01. docs/replay.md "
-    "explains the result, which is also in RUN/replays/.",
+    help_epilogue="Example: cohort replay runs/mine --step 12 --objective dr_grpo --set beta=0.01. 'cohort docs "
+    "replay' explains the result, which is also in RUN/replays/.",
 )
 def replay(
     run: str,

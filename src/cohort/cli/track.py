@@ -12,8 +12,8 @@ from cohort.cli.app import app
 @app.command(
     sort_key=17,
     usage="Usage: cohort track RUN --to TRACKER [--project NAME]",
-    help_epilogue="Trackers: tensorboard, wandb, mlflow, trackio, swanlab, comet (docs/trackers.md). Addresses and "
-    "keys are those of the tracker's own settings, such as WANDB_API_KEY or MLFLOW_TRACKING_URI.",
+    help_epilogue="Trackers: tensorboard, wandb, mlflow, trackio, swanlab, comet (see 'cohort docs trackers'). "
+    "Addresses and keys are those of the tracker's own settings, such as WANDB_API_KEY or MLFLOW_TRACKING_URI.",
 )
 def track(
     run: str,

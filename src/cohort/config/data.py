@@ -176,7 +176,7 @@ class DataConfig(Section):
     """A file (.jsonl, .json, .csv, .parquet; also .gz and .zst), a folder of such files or one that `datasets` wrote,
     the name of a data set for `datasets.load_dataset`, "reasoning_gym:NAME?size=1000" (extra "reasoning-gym"), or
     "cohort:addition", the package's own. Or a list of paths and of tables with a path and other settings, as in
-    { path = "a.jsonl", weight = 2.0 }; see docs/data.md."""
+    { path = "a.jsonl", weight = 2.0 }; see 'cohort docs data'."""
     eval: Sets = ""
     """The evaluation data, in the same forms, or a table of named sets, as in { gsm8k = "test.jsonl", aime =
     "aime.jsonl" }, whose metrics are eval/gsm8k/... and eval/aime/.... Empty: no evaluation."""

@@ -301,7 +301,9 @@ class Schedule:
         lag, objective = self.config.rollout.lag, self.objective
         seen = objective.ratio_anchor == "sampler" or bool(objective.mismatch)
         return f"lag: step t trains on what the weights after step t - {lag + 1} have drawn, beside the training" + (
-            "" if seen else "; nothing in the objective looks at the difference: set objective.mismatch (docs/scale.md)"
+            ""
+            if seen
+            else "; nothing in the objective looks at the difference: set objective.mismatch (see 'cohort docs scale')"
         )
 
     def _length(self) -> str:

@@ -18,8 +18,8 @@ def _listed(value: object) -> object:
 
 
 class ThresholdsConfig(Section):
-    """When the diagnosis of a run says something (docs/diagnosis.md). A share counts as above a threshold when its
-    whole confidence interval is."""
+    """When the diagnosis of a run says something (see 'cohort docs diagnosis'). A share counts as above a threshold
+    when its whole confidence interval is."""
 
     dead_groups: Share = 0.8
     """Share of groups with equal rewards."""
@@ -62,20 +62,20 @@ class ReportConfig(Section):
     """Print a description of the run at its start, progress and evaluations. Off: print nothing."""
     log_completions: bool = True
     """Write the completions of each step to rollouts/step-N.parquet, with their rewards and what the updates saw of
-    each token (docs/store.md), and those of evaluations to evaluations/."""
+    each token (see 'cohort docs store'), and those of evaluations to evaluations/."""
     store_steps: PositiveInt = 1
     """Write the completions of every this many steps."""
     store_groups: Count = 0
     """Number of groups of a step to write, chosen whatever their rewards are. 0: all."""
     trackers: Annotated[tuple[Tracker, ...], Strict(False), BeforeValidator(_listed)] = ()
     """Experiment trackers that the run is sent to, as in ["tensorboard", "wandb"]: tensorboard, wandb, mlflow, trackio,
-    swanlab, comet (docs/trackers.md)."""
+    swanlab, comet (see 'cohort docs trackers')."""
     tracker_project: str | None = None
     """The project or experiment of the trackers. Default: what the tracker's own variable says, such as WANDB_PROJECT,
     else "cohort"."""
     skip_checks: Strings = ()
-    """Checks to leave out, by their names, as in ["text"]: in `cohort doctor` and before a run (docs/doctor.md), and in
-    the diagnosis of a run (docs/diagnosis.md)."""
+    """Checks to leave out, by their names, as in ["text"]: in `cohort doctor` and before a run (see 'cohort docs
+    doctor'), and in the diagnosis of a run (see 'cohort docs diagnosis')."""
     thresholds: ThresholdsConfig = ThresholdsConfig()
     """Thresholds of the diagnosis; see below."""
     check_saved: bool = True

@@ -139,9 +139,9 @@ class RolloutConfig(Section):
     """Maximum number of completions decoded at the same time. Affects memory only: random draws are the same, samples
     are equal up to rounding."""
     lag: Count = 0
-    """How many steps sampling and scoring run ahead of training, in the background (docs/scale.md): step t samples with
-    the weights after step t - 1 - lag, exactly. 0: each step samples with the present weights and then trains. 1 hides
-    sampling behind training; 2 also hides rewards that take longer than a step."""
+    """How many steps sampling and scoring run ahead of training, in the background (see 'cohort docs scale'): step t
+    samples with the weights after step t - 1 - lag, exactly. 0: each step samples with the present weights and then
+    trains. 1 hides sampling behind training; 2 also hides rewards that take longer than a step."""
     cache_tokens: PositiveInt | None = None
     """Maximum number of tokens in the key-value cache, including prompts; completions that do not fit wait. Affects
     memory only, as above. Unset: as many as fit half of the free memory."""
@@ -244,7 +244,8 @@ class RewardConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Several processes (ranks) that train together: `torchrun` or `cohort launch` starts them (docs/scale.md)."""
+    """Several processes (ranks) that train together: `torchrun` or `cohort launch` starts them
+    (see 'cohort docs scale')."""
 
     layout: Literal["replicate", "optimizer", "full"] = "replicate"
     """How the ranks hold what is trained. "replicate": each holds everything. "optimizer": gradients and the
@@ -255,7 +256,7 @@ class ParallelConfig(Section):
 
 class EvalConfig(Section):
     """Evaluation on fresh samples of `data.eval`'s prompts, with the same random numbers every time
-    (docs/evaluation.md)."""
+    (see 'cohort docs evaluation')."""
 
     eval_steps: Count = 0
     """Evaluate every this many steps. 0: only before the first step and after the last one."""

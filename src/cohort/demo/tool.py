@@ -57,7 +57,7 @@ def run_tool_demo(*, seed: int, output_dir: str | None, started: float) -> dict[
         summary,
         folder.path,
         f"See what it did:\n  cohort report {folder.path}\n\n"
-        "Next, with your own model, data, reward and tools (docs/episodes.md):\n"
+        "Next, with your own model, data, reward and tools (see 'cohort docs episodes'):\n"
         "  cohort train my.toml --environment.tools FILE.py:FUNCTION",
     )
     return summary

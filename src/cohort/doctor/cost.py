@@ -124,7 +124,7 @@ def check_time(time: Time, prompts: int) -> list[Finding]:
             "set reward.workers, make the functions async, or set rollout.lag to score beside the training",
         )
     if time.run > LONG_RUN:
-        check.warn(found, "set run.max_steps, shorter completions, or more devices (docs/scale.md)")
+        check.warn(found, "set run.max_steps, shorter completions, or more devices (see 'cohort docs scale')")
     return check.findings(found)
 
 

@@ -28,7 +28,7 @@ def check_schedule(schedule: Schedule) -> list[Finding]:
         check.warn(
             f"rollout.lag is {lag}: a step trains on what older weights have drawn, and nothing in the objective looks "
             "at the difference",
-            "set objective.mismatch (docs/scale.md), or rollout.lag to 0",
+            "set objective.mismatch (see 'cohort docs scale'), or rollout.lag to 0",
         )
     return check.findings(schedule.describe().removeprefix("schedule: "))
 

@@ -34,28 +34,35 @@ typedef struct {
     void *out;
     int64_t q_stride, k_stride, v_stride, out_stride;
     const float *q_norm, *k_norm; /* factors of query-key norms; NULL: no norms */
-    const float *cos, *sin;       /* [positions, D]; NULL: no rotation */
+    const float *cos, *sin;       /* [positions, rotated]; NULL: no rotation */
+    int64_t rotated, neighbours;  /* the first `rotated` numbers, halves or neighbours together */
+    int64_t norm_last;            /* whether the norms follow the rotation */
     void *own_k, *own_v, *prompt_k, *prompt_v;
     int64_t window; /* a row sees this many tokens, the new one included; 0: all */
     float q_eps, k_eps;
 } layer;
 
+INLINE void normalise(float *x, int64_t width, const float *norm, float eps) {
+    const float scale = inverse_rms(x, width, eps);
+    for (int64_t d = 0; d < width; d++) x[d] = x[d] * scale * norm[d];
+}
+
 /* A head of a row, normalised and rotated: [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]. */
 INLINE void prepare(const void *from, int64_t at, const step *s, const layer *l, const float *norm, float eps,
                     int64_t position, float *x, const int half) {
-    const int64_t width = s->width, middle = width / 2;
+    const int64_t width = s->width, middle = l->rotated / 2;
     for (int64_t d = 0; d < width; d++) x[d] = load1(from, at + d, half);
-    if (norm) {
-        const float scale = inverse_rms(x, width, eps);
-        for (int64_t d = 0; d < width; d++) x[d] = x[d] * scale * norm[d];
+    if (norm && !l->norm_last) normalise(x, width, norm, eps);
+    if (l->cos) {
+        const float *cos = l->cos + position * l->rotated, *sin = l->sin + position * l->rotated;
+        for (int64_t d = 0; d < middle; d++) {
+            const int64_t one = l->neighbours ? 2 * d : d, other = l->neighbours ? one + 1 : d + middle;
+            const float first = x[one], second = x[other];
+            x[one] = first * cos[d] - second * sin[d];
+            x[other] = second * cos[d + middle] + first * sin[d + middle];
+        }
     }
-    if (!l->cos) return;
-    const float *cos = l->cos + position * width, *sin = l->sin + position * width;
-    for (int64_t d = 0; d < middle; d++) {
-        const float first = x[d], second = x[d + middle];
-        x[d] = first * cos[d] - second * sin[d];
-        x[d + middle] = second * cos[d + middle] + first * sin[d + middle];
-    }
+    if (norm && l->norm_last) normalise(x, width, norm, eps);
 }
 
 /* Scale and cap the scores of the tokens from `from` to `end`, and set the others of the blocks from `least` to `most`
@@ -203,26 +210,36 @@ void cohort_attend(const step *s, const layer *l) {
 
 /* ---- between the products */
 
-/* x [rows, width] += update, normalised first if `after` is given; out = norm(x) * factor. */
+/* x [rows, width] += update * multiplier, normalised first if `after` is given; out = norm(x) * factor. */
 typedef struct {
     float *x;
-    const void *update; /* NULL: no update */
-    const float *after, *factor;
+    const void *update;          /* NULL: no update */
+    const float *after, *factor; /* factor NULL: out = x */
     void *out;
-    int64_t rows, width, half, threads;
-    float after_eps, eps;
+    int64_t rows, width, half, threads, centred; /* centred: norm(x - mean(x)) */
+    float after_eps, eps, multiplier;
 } residual;
 
 INLINE void add_norm_row(const residual *r, int64_t row, const int half) {
     const int64_t width = r->width, at = row * width;
-    float *x = r->x + at;
+    float *x = r->x + at, shifted[r->centred ? width : 1];
     if (r->update && !r->after)
-        for (int64_t i = 0; i < width; i++) x[i] += load1(r->update, at + i, half);
+        for (int64_t i = 0; i < width; i++) x[i] += load1(r->update, at + i, half) * r->multiplier;
     if (r->update && r->after) {
         float update[width];
         for (int64_t i = 0; i < width; i++) update[i] = load1(r->update, at + i, half);
         const float scale = inverse_rms(update, width, r->after_eps);
-        for (int64_t i = 0; i < width; i++) x[i] += update[i] * scale * r->after[i];
+        for (int64_t i = 0; i < width; i++) x[i] += update[i] * scale * r->after[i] * r->multiplier;
+    }
+    if (!r->factor) {
+        for (int64_t i = 0; i < width; i++) store1(r->out, at + i, x[i], half);
+        return;
+    }
+    if (r->centred) {
+        double total = 0;
+        for (int64_t i = 0; i < width; i++) total += x[i];
+        for (int64_t i = 0; i < width; i++) shifted[i] = x[i] - (float)(total / (double)width);
+        x = shifted;
     }
     const float scale = inverse_rms(x, width, r->eps);
     for (int64_t i = 0; i < width; i++) store1(r->out, at + i, x[i] * scale * r->factor[i], half);

@@ -95,37 +95,43 @@ static void norm_grad_row(void *what, int64_t row, int thread) {
 
 void cohort_norm_grad(norm_grad *n) { run(norm_grad_row, n, n->rows, (int)n->threads); }
 
-/* ---- rotation of each head's halves: [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]; or its transpose */
+/* ---- rotation of the first `rotated` numbers of each head: [x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin] with their
+ * halves, or with neighbours; or its transpose */
 
 typedef struct {
     const void *x;
-    const float *cos, *sin; /* [T, D] */
+    const float *cos, *sin; /* [T, rotated]; the second half is for the second numbers */
     void *out;
-    int64_t rows, heads, width, x_half, out_half, transposed, threads;
+    int64_t rows, heads, width, rotated, neighbours, x_half, out_half, transposed, threads;
 } rotation;
 
 static void rotate_row(void *what, int64_t row, int thread) {
     const rotation *r = what;
-    const int64_t width = r->width, middle = width / 2;
+    const int64_t width = r->width, middle = r->rotated / 2;
     const int x_half = (int)r->x_half, out_half = (int)r->out_half;
-    const float *cos = r->cos + row * width, *sin = r->sin + row * width;
+    const float *cos = r->cos + row * r->rotated, *sin = r->sin + row * r->rotated;
     /* The sines of the first and of the second half. */
     const float *in_first = r->transposed ? sin + middle : sin, *in_second = r->transposed ? sin : sin + middle;
     const float sign = r->transposed ? -1.0f : 1.0f;
     (void)thread;
     for (int64_t head = 0; head < r->heads; head++) {
         const int64_t at = (row * r->heads + head) * width;
-        EACH(i, middle) {
-            const vec first = load(r->x, at + i, x_half), second = load(r->x, at + middle + i, x_half);
-            store(r->out, at + i, first * load(cos, i, 0) - second * load(in_first, i, 0) * sign, out_half);
-            store(r->out, at + middle + i, second * load(cos, middle + i, 0) + first * load(in_second, i, 0) * sign,
-                  out_half);
+        int64_t i = 0;
+        if (!r->neighbours)
+            for (; i + LANES <= middle; i += LANES) {
+                const vec first = load(r->x, at + i, x_half), second = load(r->x, at + middle + i, x_half);
+                store(r->out, at + i, first * load(cos, i, 0) - second * load(in_first, i, 0) * sign, out_half);
+                store(r->out, at + middle + i,
+                      second * load(cos, middle + i, 0) + first * load(in_second, i, 0) * sign, out_half);
+            }
+        const int64_t step = r->neighbours ? 2 : 1, apart = r->neighbours ? 1 : middle;
+        for (; i < middle; i++) {
+            const int64_t one = at + i * step, other = one + apart;
+            const float first = load1(r->x, one, x_half), second = load1(r->x, other, x_half);
+            store1(r->out, one, first * cos[i] - second * in_first[i] * sign, out_half);
+            store1(r->out, other, second * cos[middle + i] + first * in_second[i] * sign, out_half);
         }
-        REST(i, middle) {
-            const float first = load1(r->x, at + i, x_half), second = load1(r->x, at + middle + i, x_half);
-            store1(r->out, at + i, first * cos[i] - second * in_first[i] * sign, out_half);
-            store1(r->out, at + middle + i, second * cos[middle + i] + first * in_second[i] * sign, out_half);
-        }
+        for (i = r->rotated; i < width; i++) store1(r->out, at + i, load1(r->x, at + i, x_half), out_half);
     }
 }
 

@@ -1,13 +1,14 @@
 """The structure of a Llama-like transformers model, read from its modules: weights and options of each layer.
 
-Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Gemma 1 to 3 are one architecture with options: query-key norms, biases, norms
-after each block, norm weights stored as w - 1, soft caps, sliding windows, layers without rotation, a tied head, LoRA
-adapters. ``Anatomy.of`` reads them or raises what it does not know. Weights are read from the modules at each access:
-FSDP replaces a module's parameters while it gathers them.
+Most dense models are one architecture with options: which norms a layer has and where; norms of queries and keys, by
+head or whole, before or after the rotation; rotation of halves or of neighbours, of all dimensions or the first ones,
+in all layers or some; multipliers, biases, soft caps, windows; matrices that are joined; an MLP beside the attention
+instead of after it; a tied head, LoRA adapters. ``Anatomy.of`` reads them or raises what it does not know.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,108 +16,37 @@ import torch
 from torch import Tensor, nn
 
 from cohort.parallel.full import class_before_sharding
+from cohort.policy.parts import Gated, Joint, Linear, Norm, UnsupportedModel, need
 
-SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text"})
+SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "vaultgemma"})
 """Families whose norms multiply by 1 + weight."""
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"}) | SHIFTED_NORMS
-"""Values of ``config.model_type``."""
-STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
+WINDOWS_OF_CONFIG = frozenset({"mistral", "phi3"})
+"""Families with one window for all layers, which their modules do not store."""
+ROTATED_WITHIN_WINDOWS = frozenset({"cohere2", "exaone4"})
+"""Families that rotate only in layers with a window; Exaone 4 in all layers if none has one."""
+NORMED_AFTER_ROTATION = frozenset({"hunyuan_v1_dense"})
+"""Families that normalise queries and keys after the rotation."""
+FAMILIES = (
+    frozenset({"cohere", "cwm", "ernie4_5", "glm", "glm4", "granite", "helium", "hyperclovax", "internlm3"})
+    | frozenset({"iquestcoder", "llama", "ministral", "olmo2", "olmo3", "qwen2", "qwen3", "seed_oss", "smollm3"})
+    | SHIFTED_NORMS | WINDOWS_OF_CONFIG | ROTATED_WITHIN_WINDOWS | NORMED_AFTER_ROTATION
+)  # fmt: skip
+"""Values of ``config.model_type`` whose code has been read: what a trial of a few tokens does not show, such as factors
+that change beyond a length, is known of them."""
+STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn", "ntk_alpha"})
 """Types of rotary embeddings that depend on the position only, not on the length of the sequence."""
-
-
-class UnsupportedModel(Exception):  # noqa: N818 - not an error: another implementation is used
-    """An implementation cannot run a model; the message says why."""
-
-
-def need(holds: bool, reason: str) -> None:
-    """Raise ``UnsupportedModel`` for a reason, unless it does not hold."""
-    if not holds:
-        raise UnsupportedModel(reason)
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter: ``y += scale * (x A^T) B^T``."""
-
-    down: nn.Linear
-    up: nn.Linear
-    scale: float
-
-    @property
-    def a(self) -> Tensor:
-        """``[rank, in]``."""
-        return self.down.weight
-
-    @property
-    def b(self) -> Tensor:
-        """``[out, rank]``."""
-        return self.up.weight
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """``y = x W^T + bias``, plus adapters."""
-
-    module: nn.Linear
-    adapters: tuple[Adapter, ...] = ()
-
-    @property
-    def weight(self) -> Tensor:
-        """W, ``[out, in]``."""
-        return self.module.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """Shape ``[out]``; None without one."""
-        return self.module.bias
-
-    @classmethod
-    def of(cls, module: Any, name: str) -> Linear:
-        """Read a linear module, or one that peft has wrapped with LoRA."""
-        if type(module) is nn.Linear:
-            return cls(module)
-        base: Any = getattr(module, "base_layer", None)
-        need(type(base) is nn.Linear and hasattr(module, "lora_A"), f"{name} is a {type(module).__name__}")
-        need(not getattr(module, "merged", False), f"{name} has its adapter merged")
-        adapters = []
-        for active in () if module.disable_adapters else module.active_adapters:
-            if active not in module.lora_A:
-                continue
-            a, b = module.lora_A[active], module.lora_B[active]
-            special = bool(getattr(module, "use_dora", {}).get(active)) or active in getattr(module, "lora_variant", {})
-            plain = type(a) is nn.Linear and type(b) is nn.Linear and getattr(b, "bias", None) is None
-            need(plain and not special, f"{name} has an adapter that is not plain LoRA")
-            adapters.append(Adapter(a, b, float(module.scaling[active])))
-        return cls(base, tuple(adapters))
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Root mean square norm: ``x / sqrt(mean(x^2) + eps) * weight``, or ``* (1 + weight)`` if shifted."""
-
-    module: Any
-    eps: float
-    shifted: bool
-
-    @property
-    def weight(self) -> Tensor:
-        """One number per entry of the last axis."""
-        weight: Tensor = self.module.weight
-        return weight
-
-    @classmethod
-    def of(cls, module: Any, *, shifted: bool) -> Norm:
-        """Read a norm of transformers, which has two names for eps."""
-        need(not hasattr(module, "modules_to_save"), "a norm is trained by an adapter")
-        eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-        known = eps is not None and isinstance(getattr(module, "weight", None), nn.Parameter)
-        need(known, f"a norm is a {type(module).__name__}")
-        return cls(module, float(eps), shifted)  # type: ignore[arg-type]
-
-    def factor(self, dtype: torch.dtype) -> Tensor:
-        """What normed values are multiplied by."""
-        weight = self.weight.to(dtype)
-        return 1 + weight if self.shifted else weight
+Names = tuple[str | None, str | None, str | None, str | None]
+ARRANGEMENTS: tuple[Names, ...] = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", None, "pre_feedforward_layernorm", None),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", None, None, None),
+)
+"""The names of a layer's norms: before and after the attention, before and after the MLP. In the last, attention and
+MLP read the same numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +55,38 @@ class Layer:
 
     module: Any
     """The module of transformers."""
-    before_attention: Norm
-    qkv: tuple[Linear, Linear, Linear]
+    before_attention: Norm | None
+    qkv: Joint
     qk_norms: tuple[Norm, Norm] | None
+    """Over a head, or over all heads at once."""
+    normed_after_rotation: bool
     output: Linear
     after_attention: Norm | None
     """Applied to the attention's output before it is added (Gemma 2 and 3)."""
-    before_mlp: Norm
-    gate_up: tuple[Linear, Linear]
-    down: Linear
+    before_mlp: Norm | None
+    mlp: Gated
+    parallel: bool
+    """Whether the MLP reads what the attention reads, and both are added at once."""
     after_mlp: Norm | None
     window: int | None
     """A token sees this many tokens, itself included. None: all tokens."""
     rope: str | None
     """The kind of rotation, one of ``Anatomy.rotations``. None: this layer does not rotate."""
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """All norms."""
+        norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, *(self.qk_norms or ()))
+        return tuple(norm for norm in norms if norm is not None)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All linear maps."""
+        return (*self.qkv.linears, self.output, *self.mlp.linears)
+
+    def norms_whole(self, head_dim: int) -> bool:
+        """Whether the norms of queries and keys are over all heads at once."""
+        return self.qk_norms is not None and self.qk_norms[0].weight.shape[0] != head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +107,17 @@ class Anatomy:
     """Scores become ``cap * tanh(scores / cap)`` (Gemma 2)."""
     logit_cap: float | None
     """The same for the logits."""
+    embedding_multiplier: float
+    residual_multiplier: float
+    """Multiplies what is added to the residual stream (Granite)."""
+    logit_multiplier: float
     gelu: bool
     """Whether the MLP's activation is the tanh form of GELU. Otherwise it is SiLU."""
     rotary: Any
+    neighbours: bool
+    """Whether dimensions 2i and 2i + 1 are rotated together. Otherwise i and i + R/2 of the R that are rotated."""
+    repeated_angles: bool
+    """Whether ``rotary`` returns each angle twice in a row, not all angles twice."""
 
     @classmethod
     def of(cls, model: Any) -> Anatomy:
@@ -180,28 +136,31 @@ class Anatomy:
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         need(activation in {"silu", "gelu_pytorch_tanh"}, f"the activation is {activation!r}")
         need(not getattr(config, "use_bidirectional_attention", False), "attention is bidirectional")
-        attention = body.layers[0].self_attn
+        attention, rotary = body.layers[0].self_attn, _static_rotary(body.rotary_emb)
         return cls(
             embedding=embedding,
-            layers=tuple(_layer(layer, config, shifted) for layer in body.layers),
+            layers=tuple(_layer(layer, number, config, rotary) for number, layer in enumerate(body.layers)),
             norm=Norm.of(body.norm, shifted=shifted),
-            head=Linear.of(model.lm_head, "lm_head"),
+            head=Linear.of(model, "lm_head"),
             num_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             scaling=float(attention.scaling),
-            score_cap=config.attn_logit_softcapping if family == "gemma2" else None,
+            score_cap=config.attn_logit_softcapping if family in {"gemma2", "vaultgemma"} else None,
             logit_cap=getattr(config, "final_logit_softcapping", None),
+            embedding_multiplier=float(getattr(config, "embedding_multiplier", 1.0)),
+            residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)),
+            logit_multiplier=logit_multiplier(config),
             gelu=activation != "silu",
-            rotary=_static_rotary(body.rotary_emb),
+            rotary=rotary,
+            neighbours=_rotates_neighbours(attention),
+            repeated_angles=family in {"cohere", "cohere2"},
         )
 
     def parameters(self) -> list[Tensor]:
         """All weights that a forward pass reads."""
         found: list[Tensor] = [self.embedding.weight, self.norm.weight]
-        for layer in self.layers:
-            norms = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
-            found += [norm.weight for norm in (*norms, *(layer.qk_norms or ())) if norm is not None]
+        found += [norm.weight for layer in self.layers for norm in layer.norms]
         for linear in self.linears():
             found += [linear.weight, *([] if linear.bias is None else [linear.bias])]
             found += [weight for adapter in linear.adapters for weight in (adapter.a, adapter.b)]
@@ -214,11 +173,15 @@ class Anatomy:
 
     def linears(self) -> list[Linear]:
         """All linear maps, the head last."""
-        per_layer = [[*layer.qkv, layer.output, *layer.gate_up, layer.down] for layer in self.layers]
-        return [linear for linears in per_layer for linear in linears] + [self.head]
+        return [linear for layer in self.layers for linear in layer.linears] + [self.head]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The residual stream before the first layer."""
+        x: Tensor = self.embedding(ids)
+        return x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
 
     def rope_tables(self, length: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """Cosines and sines of positions 0 to ``length - 1``, ``[length, D]`` each, by kind of rotation."""
+        """Cosines and sines of positions 0 to ``length - 1``, ``[length, R]`` each, by kind of rotation."""
         like = torch.empty(0, dtype=dtype, device=self.norm.weight.device)
         positions = torch.arange(length, device=like.device)
         return {kind: self.angles(kind, positions, like) for kind in self.rotations}
@@ -229,40 +192,89 @@ class Anatomy:
         return {layer.rope for layer in self.layers if layer.rope is not None}
 
     def angles(self, kind: str, positions_T: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions, ``[T, D]`` each, in the dtype of ``like``."""
+        """Cosines and sines of positions, ``[T, R]`` each, in the dtype of ``like``: the R/2 angles, twice."""
         cos, sin = self.rotary(like, positions_T[None], kind) if kind else self.rotary(like, positions_T[None])
+        if self.repeated_angles:
+            cos, sin = (part[..., ::2].repeat(1, 1, 2) for part in (cos, sin))
         return cos[0], sin[0]
 
 
-def _layer(layer: Any, config: Any, shifted: bool) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+def logit_multiplier(config: Any) -> float:
+    """What multiplies logits, by the settings of Cohere and Granite."""
+    scale, scaling = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+    multiplier = float(scale) if scale and not isinstance(scale, str) else 1.0  # in MPT it may be a word
+    return multiplier / float(scaling or 1.0)
+
+
+def soft_cap(values: Tensor, cap: float | None) -> Tensor:
+    """``cap * tanh(values / cap)``, in place; unchanged without a cap."""
+    return values if cap is None else values.div_(cap).tanh_().mul_(cap)
+
+
+def _layer(layer: Any, number: int, config: Any, rotary: Any) -> Layer:
+    attention, mlp, family = layer.self_attn, layer.mlp, config.model_type
     for module in (layer, attention, mlp):
         kind = class_before_sharding(module)
         need(kind.__module__.startswith("transformers."), f"{kind.__name__} is not a class of transformers")
-    sandwich = hasattr(layer, "pre_feedforward_layernorm")
 
-    def norm(name: str) -> Norm:
-        return Norm.of(getattr(layer, name), shifted=shifted)
+    def norm(module: Any, name: str | None) -> Norm | None:
+        return None if name is None else Norm.of(getattr(module, name), shifted=family in SHIFTED_NORMS)
 
-    qk_norms = None
-    if hasattr(attention, "q_norm"):
-        qk_norms = (Norm.of(attention.q_norm, shifted=shifted), Norm.of(attention.k_norm, shifted=shifted))
-    of_layer = config.model_type != "mistral"  # Mistral has one window for all layers, and its modules do not store it
-    rope = getattr(attention, "layer_type", "") if config.model_type == "gemma3_text" else ""
+    before_attention, after_attention, before_mlp, after_mlp = (norm(layer, name) for name in _arrangement(layer))
+    of_q = norm(attention, _found(attention, "q_norm", "query_layernorm"))
+    of_k = norm(attention, _found(attention, "k_norm", "key_layernorm"))
+    heads, kv_heads, middle = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    widths = [count * attention.head_dim for count in (heads, kv_heads, kv_heads)]
+    window = _window(attention, config)
+    rope: str | None = config.layer_types[number] if isinstance(rotary.rope_type, dict) else ""
+    only_windows = family in ROTATED_WITHIN_WINDOWS and (family == "cohere2" or config.sliding_window is not None)
+    if not getattr(attention, "use_rope", True) or (only_windows and window is None):
+        rope = None
     return Layer(
         module=layer,
-        before_attention=norm("input_layernorm"),
-        qkv=tuple(Linear.of(getattr(attention, f"{part}_proj"), f"{part}_proj") for part in "qkv"),  # type: ignore[arg-type]
-        qk_norms=qk_norms,
-        output=Linear.of(attention.o_proj, "o_proj"),
-        after_attention=norm("post_attention_layernorm") if sandwich else None,
-        before_mlp=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
-        gate_up=(Linear.of(mlp.gate_proj, "gate_proj"), Linear.of(mlp.up_proj, "up_proj")),
-        down=Linear.of(mlp.down_proj, "down_proj"),
-        after_mlp=norm("post_feedforward_layernorm") if sandwich else None,
-        window=getattr(attention if of_layer else config, "sliding_window", None),
-        rope=rope if getattr(attention, "use_rope", True) else None,
+        before_attention=before_attention,
+        qkv=Joint.of(attention, ["q_proj", "k_proj", "v_proj"], "qkv_proj", widths),
+        qk_norms=None if of_q is None or of_k is None else (of_q, of_k),
+        normed_after_rotation=family in NORMED_AFTER_ROTATION,
+        output=Linear.of(attention, "o_proj"),
+        after_attention=after_attention,
+        before_mlp=before_mlp,
+        mlp=Gated(
+            Joint.of(mlp, ["gate_proj", "up_proj"], "gate_up_proj", [middle, middle]),
+            Linear.of(mlp, "down_proj"),
+        ),
+        parallel=before_attention is not None and before_mlp is None,
+        after_mlp=after_mlp,
+        window=window,
+        rope=rope,
     )
+
+
+def _found(module: Any, *names: str) -> str | None:
+    """The first of the names that the module has."""
+    return next((name for name in names if hasattr(module, name)), None)
+
+
+def _arrangement(layer: Any) -> Names:
+    """Which norms a layer has, by their names."""
+    plain = (nn.Dropout, nn.Identity)
+    names = {name for name, module in layer.named_children() if not isinstance(module, plain)} - {"self_attn", "mlp"}
+    for arrangement in ARRANGEMENTS:
+        if names == set(arrangement) - {None}:
+            return arrangement
+    raise UnsupportedModel(f"its layers have {', '.join(sorted(names))}")
+
+
+def _window(attention: Any, config: Any) -> int | None:
+    if not getattr(attention, "is_sliding", True):  # Exaone 4 stores the window in all layers
+        return None
+    return getattr(config if config.model_type in WINDOWS_OF_CONFIG else attention, "sliding_window", None)
+
+
+def _rotates_neighbours(attention: Any) -> bool:
+    """See ``Anatomy.neighbours``; by what the function of the model's file does."""
+    rotate_half = getattr(sys.modules[class_before_sharding(attention).__module__], "rotate_half", None)
+    return rotate_half is not None and rotate_half(torch.arange(4.0)).tolist() == [-1, 0, -3, 2]
 
 
 def _static_rotary(rotary: Any) -> Any:
@@ -270,8 +282,3 @@ def _static_rotary(rotary: Any) -> Any:
     for kind in kinds:
         need(kind in STATIC_ROPES, f"its rotary embedding is {kind!r}, which changes with the sequence's length")
     return rotary
-
-
-def soft_cap(values: Tensor, cap: float | None) -> Tensor:
-    """``cap * tanh(values / cap)``, in place; unchanged without a cap."""
-    return values if cap is None else values.div_(cap).tanh_().mul_(cap)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from cohort.errors import ModelError
-from cohort.policy.anatomy import UnsupportedModel, need
+from cohort.policy.anatomy import logit_multiplier
 from cohort.policy.compute import ComputeModel, modes_restored, without_dropout
 from cohort.policy.context import context_length
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.float32_head import is_float32
 from cohort.policy.head import Head
 from cohort.policy.lean import LeanLayers
+from cohort.policy.parts import UnsupportedModel, need
 from cohort.policy.passes import Passes, PlainPasses, SharedPasses, base_of
 from cohort.policy.rows import PackedRows
 
@@ -40,10 +41,8 @@ def find_head(model: ComputeModel) -> Head | None:
     if type(linear) is not nn.Linear:
         return None
     config = base.config.get_text_config()
-    scale, scaling = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)  # Cohere, Granite
-    multiplier = float(scale) if scale and not isinstance(scale, str) else 1.0  # in MPT it may be a word
-    multiplier /= float(scaling or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
+    multiplier = logit_multiplier(config)
     own_dtype = is_float32(linear)
     compute = torch.float32 if own_dtype else model.precision.compute
     return Head(linear, compute, multiplier, cap, native=not model.why_no_kernels(), own_dtype=own_dtype)

@@ -171,6 +171,9 @@ class ComputeModel:
         return output
 
 
+MATRIX_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
 class AllFloat64(TorchFunctionMode):
     """Keep float64 tensors in float64. Norms and softmaxes of transformers convert to float32 whatever they get, which
     would leave a float64 model with the rounding of float32."""
@@ -186,6 +189,8 @@ class AllFloat64(TorchFunctionMode):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+            if func in MATRIX_PRODUCTS:  # rotary embeddings multiply frequencies by positions, which stay float32
+                args = (args[0], args[1].double())
         return func(*args, **kwargs)
 
 

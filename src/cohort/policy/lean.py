@@ -7,6 +7,7 @@ passes need. Elsewhere, and in float64, torch's own operations compute the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.nn import functional
 
 from cohort.native import call, require, threads_for
 from cohort.parallel.full import call_gathered, is_gathered
-from cohort.policy.anatomy import Anatomy, Norm
+from cohort.policy.anatomy import Anatomy, Layer
 from cohort.policy.compute import ComputeModel
 from cohort.policy.head import gradient_of, in_like_shapes, takes_in_place
+from cohort.policy.parts import Gated, Norm
 from cohort.policy.passes import Hidden, PackedPass
 
 Angles = dict[str, tuple[Tensor, Tensor]]
@@ -53,6 +55,8 @@ class LeanLayers:
     def _run(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         with self.model.compute():
             x = self._embed(ids_T).to(self.fused.wide)
+            if self.anatomy.embedding_multiplier != 1:
+                x = x * self.anatomy.embedding_multiplier
             angles = {kind: self.anatomy.angles(kind, positions_T, x[:0]) for kind in self.anatomy.rotations}
             update: Tensor | None = None
             for number, layer in enumerate(self.anatomy.layers):
@@ -94,18 +98,9 @@ class LeanLayers:
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream and the update that is added to it next, before and after a layer; after the last layer
         only those of the tokens that ``packed.select`` selects."""
-        anatomy, layer, fused = self.anatomy, self.anatomy.layers[number], self.fused
-        attention, mlp = layer.module.self_attn, layer.module.mlp
+        anatomy, layer = self.anatomy, self.anatomy.layers[number]
         x, normed = self._add_norm(x, update, layer.before_attention)
-        q, k, v = (
-            project(normed).unflatten(-1, (-1, anatomy.head_dim))
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if layer.qk_norms is not None:
-            q, k = (self._norm(part, norm) for part, norm in zip((q, k), layer.qk_norms, strict=True))
-        if layer.rope is not None:
-            q, k = (fused.rotate(part, *angles[layer.rope]) for part in (q, k))
-        q, k, v = (part.to(fused.narrow).transpose(0, 1) for part in (q, k, v))
+        q, k, v = self._queries_keys_values(layer, normed, angles)
         last = number + 1 == len(anatomy.layers)
         if packed.read is not None and last:
             packed.record(number, k, v)  # nothing reads the rest of the layer
@@ -116,20 +111,51 @@ class LeanLayers:
         if drawn_N is not None:
             index_N = in_like_shapes(drawn_N).to(x.device)
             x, out_TAD = x.index_select(0, index_N), out_TAD.index_select(0, index_N)
-        update = attention.o_proj(out_TAD.flatten(1))
-        if layer.after_attention is not None:
-            update = self._norm(update, layer.after_attention, wide=True)
+            normed = normed.index_select(0, index_N) if layer.parallel else normed
+        update = self._scaled(layer.output(out_TAD.flatten(1)), layer.after_attention)
+        if layer.parallel:
+            return x, update + self._scaled(self._mlp(layer.mlp, normed), None)
         x, normed = self._add_norm(x, update, layer.before_mlp)
-        update = mlp.down_proj(fused.gate(mlp.gate_proj(normed), mlp.up_proj(normed), gelu=anatomy.gelu))
-        if layer.after_mlp is not None:
-            update = self._norm(update, layer.after_mlp, wide=True)
-        return x, update
+        return x, self._scaled(self._mlp(layer.mlp, normed), layer.after_mlp)
 
-    def _add_norm(self, x: Tensor, update: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        return self.fused.add_norm(x, update, norm.factor(self.fused.wide), norm.eps)
+    def _queries_keys_values(self, layer: Layer, normed: Tensor, angles: Angles) -> list[Tensor]:
+        """Normed and rotated, ``[A, T, D]`` each."""
+        anatomy, fused, whole = self.anatomy, self.fused, layer.norms_whole(self.anatomy.head_dim)
+
+        def norms(q: Tensor, k: Tensor) -> Sequence[Tensor]:
+            return [self._norm(part, norm) for part, norm in zip((q, k), layer.qk_norms or (), strict=True)]
+
+        q, k, v = layer.qkv(normed)
+        if whole:
+            q, k = norms(q, k)
+        q, k, v = (torch.unflatten(part, -1, (-1, anatomy.head_dim)) for part in (q, k, v))
+        normed_by_head = layer.qk_norms is not None and not whole
+        if normed_by_head and not layer.normed_after_rotation:
+            q, k = norms(q, k)
+        if layer.rope is not None:
+            q, k = (fused.rotate(part, *angles[layer.rope], neighbours=anatomy.neighbours) for part in (q, k))
+        if normed_by_head and layer.normed_after_rotation:
+            q, k = norms(q, k)
+        return [part.to(fused.narrow).transpose(0, 1) for part in (q, k, v)]
+
+    def _mlp(self, mlp: Gated, normed: Tensor) -> Tensor:
+        gate, up = mlp.gate_up(normed)
+        return mlp.down(self.fused.gate(gate, up, gelu=self.anatomy.gelu))
+
+    def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
+        """An update as it is added to the residual stream."""
+        if norm is not None:
+            update = self._norm(update, norm, wide=True)
+        return update if self.anatomy.residual_multiplier == 1 else update * self.anatomy.residual_multiplier
+
+    def _add_norm(self, x: Tensor, update: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        if norm is None:
+            x = x if update is None else x + update
+            return x, x.to(self.fused.narrow)
+        return self.fused.add_norm(x, update, norm.factor(self.fused.wide), norm.eps, centred=norm.centred)
 
     def _norm(self, x: Tensor, norm: Norm, *, wide: bool = False) -> Tensor:
-        return self.fused.norm(x, norm.factor(self.fused.wide), norm.eps, wide=wide)
+        return self.fused.norm(x, norm.factor(self.fused.wide), norm.eps, centred=norm.centred, wide=wide)
 
 
 class _Lookup(torch.autograd.Function):
@@ -170,39 +196,41 @@ class Fused:
     def __init__(self, native: bool, wide: torch.dtype, narrow: torch.dtype) -> None:
         self.native, self.wide, self.narrow = native, wide, narrow
 
-    def norm(self, x: Tensor, factor: Tensor, eps: float, *, wide: bool = False) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * factor``, over the last axis.
+    def norm(self, x: Tensor, factor: Tensor, eps: float, *, centred: bool = False, wide: bool = False) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * factor``, over the last axis; if centred, of x without its mean.
 
         Args:
             x: in either dtype.
             factor: one number per entry of the last axis, in the wide dtype.
             eps: added to the mean.
+            centred: whether the mean is subtracted first. Torch has an operation for this on every device.
             wide: return the wide dtype, for a result that is added to the residual stream.
         """
         dtype = self.wide if wide else self.narrow
+        if centred:
+            return functional.layer_norm(x.to(self.wide), x.shape[-1:], factor, eps=eps).to(dtype)
         if not self.native:
             return functional.rms_norm(x.to(self.wide), x.shape[-1:], factor, eps).to(dtype)
         out: Tensor = _AddNorm.apply(x, None, factor, eps, dtype)  # type: ignore[no-untyped-call]
         return out
 
-    def add_norm(self, x: Tensor, update: Tensor | None, factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, update: Tensor | None, factor: Tensor, eps: float, *, centred: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The residual stream with an update added, and its norm in the narrow dtype."""
-        if update is None or not self.native:
+        if update is None or centred or not self.native:
             x = x if update is None else x + update
-            return x, self.norm(x, factor, eps)
+            return x, self.norm(x, factor, eps, centred=centred)
         pair: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, factor, eps, self.narrow)  # type: ignore[no-untyped-call]
         return pair
 
-    def rotate(self, x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        """Rotary embedding in the narrow dtype: ``[x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]`` with the halves x1
-        and x2 of a head."""
+    def rotate(self, x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, neighbours: bool = False) -> Tensor:
+        """Rotary embedding of the first R dimensions of a head in the narrow dtype: ``[x1, x2] -> [x1 cos - x2 sin,
+        x2 cos + x1 sin]`` with their halves x1 and x2, or with neighbours x1 and x2."""
         if self.native:
-            out: Tensor = _Rotate.apply(x_TAD, cos_TD, sin_TD, self.narrow)  # type: ignore[no-untyped-call]
+            out: Tensor = _Rotate.apply(x_TAD, cos_TR, sin_TR, self.narrow, neighbours)  # type: ignore[no-untyped-call]
             return out
-        x = x_TAD.to(self.wide)
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat([-second, first], dim=-1)
-        return (x * cos_TD[:, None] + turned * sin_TD[:, None]).to(self.narrow)
+        return rotated(x_TAD.to(self.wide), cos_TR[:, None], sin_TR[:, None], neighbours=neighbours).to(self.narrow)
 
     def gate(self, gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
         """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype."""
@@ -212,6 +240,20 @@ class Fused:
             return out
         activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
         return activation(gate) * up
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> Tensor:
+    """``Fused.rotate`` by torch, with angles for each head."""
+    width = cos.shape[-1]
+    x, rest = x[..., :width], x[..., width:]
+    if neighbours:
+        cos, sin = (torch.stack(part.chunk(2, dim=-1), dim=-1).flatten(-2) for part in (cos, sin))
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    x = x * cos + turned * sin
+    return torch.cat([x, rest], dim=-1) if rest.shape[-1] else x
 
 
 class _AddNorm(torch.autograd.Function):
@@ -259,24 +301,29 @@ class _AddNorm(torch.autograd.Function):
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(cos_TD.contiguous(), sin_TD.contiguous())
-        ctx.dtype = x_TAD.dtype
-        return _rotated(x_TAD, cos_TD, sin_TD, dtype, transposed=False)
+    def forward(
+        ctx: Any, x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, dtype: torch.dtype, neighbours: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos_TR.contiguous(), sin_TR.contiguous())
+        ctx.dtype, ctx.neighbours = x_TAD.dtype, neighbours
+        return _rotated(x_TAD, cos_TR, sin_TR, dtype, transposed=False, neighbours=neighbours)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TAD: Tensor) -> tuple[Tensor | None, ...]:
-        cos_TD, sin_TD = ctx.saved_tensors
-        return _rotated(grad_TAD, cos_TD, sin_TD, ctx.dtype, transposed=True), None, None, None
+        cos_TR, sin_TR = ctx.saved_tensors
+        grad_x = _rotated(grad_TAD, cos_TR, sin_TR, ctx.dtype, transposed=True, neighbours=ctx.neighbours)
+        return grad_x, None, None, None, None
 
 
-def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
-    (rows, heads, width), x_TAD = x_TAD.shape, x_TAD.contiguous()
-    require(cos_TD.dtype == sin_TD.dtype == torch.float32, "angles are float32")
-    require(cos_TD.shape == sin_TD.shape == (rows, width), "an angle for each number of a head")
-    out, sizes = torch.empty_like(x_TAD, dtype=dtype), {"rows": rows, "heads": heads, "width": width}
-    call("rotate", x=x_TAD, cos=cos_TD.contiguous(), sin=sin_TD.contiguous(), out=out, transposed=transposed, **sizes)
+def _rotated(x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, dtype: torch.dtype, **flags: bool) -> Tensor:
+    (rows, heads, width), x_TAD, rotated = x_TAD.shape, x_TAD.contiguous(), cos_TR.shape[1]
+    require(cos_TR.dtype == sin_TR.dtype == torch.float32, "angles are float32")
+    fits = rotated <= width and rotated % 2 == 0
+    require(fits and cos_TR.shape == sin_TR.shape == (rows, rotated), "an angle for each rotated number")
+    out = torch.empty_like(x_TAD, dtype=dtype)
+    sizes = {"rows": rows, "heads": heads, "width": width, "rotated": rotated}
+    call("rotate", x=x_TAD, cos=cos_TR.contiguous(), sin=sin_TR.contiguous(), out=out, **sizes, **flags)
     return out
 
 

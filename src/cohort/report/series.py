@@ -156,7 +156,8 @@ def check_key(runs: Sequence[RunHistory], key: str) -> None:
         raise ConfigError(f"{runs[0].path} has no metrics yet: no step is complete")
     near = difflib.get_close_matches(key, known, n=5, cutoff=0.5)
     near += [name for name in known if key in name and name not in near][: 5 - len(near)]
-    named = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(known[:12])}, ... (docs/metrics.md)"
+    some = f"there are {', '.join(known[:12])}, ... (see 'cohort docs metrics')"
+    named = f"did you mean {', '.join(near)}?" if near else some
     raise ConfigError(f"no run has the metric {key!r}; {named}")
 
 

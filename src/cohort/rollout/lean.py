@@ -26,10 +26,13 @@ from torch.nn import functional
 
 from cohort.errors import ModelError
 from cohort.policy import Policy
-from cohort.policy.anatomy import Anatomy, Layer, Norm, UnsupportedModel, soft_cap
-from cohort.rollout.backend import PREFILL_TOKENS, Backend
-from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
+from cohort.policy.anatomy import Anatomy, Layer, soft_cap
+from cohort.policy.lean import rotated
+from cohort.policy.parts import Norm, UnsupportedModel
+from cohort.rollout.backend import Backend, texts_together
+from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
+from cohort.rollout.group_attention import attend_in_two_parts
 from cohort.rollout.native import Decoder, Kernels, SlotCache
 from cohort.rollout.weights import DecoderWeights, LayerWeights
 
@@ -176,7 +179,9 @@ class LeanBackend(Backend):
         """See ``Backend``."""
         cache, decoder = self._cache, self._decoder
         if decoder is not None:
-            parts = [self._logits(decoder.read(rows[part], texts[part]))[: len(rows[part])] for part in _parts(texts)]
+            parts = [
+                self._logits(decoder.read(rows[part], texts[part]))[: len(rows[part])] for part in texts_together(texts)
+            ]
             return torch.cat(parts)
         assert isinstance(cache, GroupCache)
         starts = [cache.position(row) for row in rows]
@@ -191,7 +196,7 @@ class LeanBackend(Backend):
     def _read_in_parts(
         self, texts: Sequence[Sequence[int]], starts: Sequence[int], indices: Sequence[int], store: Store
     ) -> Tensor:
-        logits = [self._read(texts[part], starts[part], indices[part], store) for part in _parts(texts)]
+        logits = [self._read(texts[part], starts[part], indices[part], store) for part in texts_together(texts)]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _read(
@@ -210,17 +215,18 @@ class LeanBackend(Backend):
         positions = [start + n for start, length in zip(starts, lengths, strict=True) for n in range(length)]
         filler = [0] * (-len(flat) % PREFILL_MULTIPLE)
         device = self.policy.device
-        x = self.anatomy.embedding(torch.tensor(flat + filler, device=device)).to(self._wide)
+        x = self.anatomy.embed(torch.tensor(flat + filler, device=device)).to(self._wide)
         rotations = self._rotations(torch.tensor(positions + filler, device=device))
         for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
-            q, k, v = self._queries_keys_values(x, layer, weights, rotations)
+            normed = self._norm(x, layer.before_attention)
+            q, k, v = self._queries_keys_values(normed, layer, weights, rotations)
             attended = torch.zeros_like(q)
             start = 0
             for index, length in zip(indices, lengths, strict=True):
                 span = slice(start, start + length)
                 start += length
                 attended[span] = self._attend_causally(q[span], *store(number, index, k[span], v[span]), layer)
-            x = self._after_attention(x, attended, layer, weights)
+            x = self._after_attention(x, normed, attended, layer, weights)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         x = functional.pad(x[last], (0, 0, 0, -len(lengths) % ROW_MULTIPLE))
         return self._logits(self._norm(x, self.anatomy.norm))[: len(lengths)]
@@ -254,42 +260,42 @@ class LeanBackend(Backend):
             return self._logits(self._decoder.step(tokens_S))[:count]
         assert isinstance(cache, GroupCache)
         layout = cache.next_layout()
-        x = self.anatomy.embedding(functional.pad(tokens_S, (0, layout.padding))).to(self._wide)
+        x = self.anatomy.embed(functional.pad(tokens_S, (0, layout.padding))).to(self._wide)
         rotations = self._rotations(layout.positions)
         for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
-            q, k, v = self._queries_keys_values(x, layer, weights, rotations)
+            normed = self._norm(x, layer.before_attention)
+            q, k, v = self._queries_keys_values(normed, layer, weights, rotations)
             cache.write_rows(number, layout, k[:count], v[:count])
-            attended = self._attend_in_two_parts(q[:count], cache, number, layer, layout).flatten(1)
-            x = self._after_attention(x, functional.pad(attended, (0, 0, 0, layout.padding)), layer, weights)
+            attended = attend_in_two_parts(
+                q[:count], cache, number, layout, self.anatomy.scaling, layer.window, self.anatomy.score_cap
+            ).flatten(1)
+            attended = functional.pad(attended, (0, 0, 0, layout.padding))
+            x = self._after_attention(x, normed, attended, layer, weights)
         return self._logits(self._norm(x, self.anatomy.norm))[:count]
 
-    def _attend_in_two_parts(
-        self, q_SAD: Tensor, cache: GroupCache, number: int, layer: Layer, layout: Layout
-    ) -> Tensor:
-        cap, scaling = self.anatomy.score_cap, self.anatomy.scaling
-        q = q_SAD.to(self._cache_dtype).reshape(layout.count * self.anatomy.num_key_value_heads, -1, q_SAD.shape[-1])
-        own_k, own_v = cache.own(number, layout)
-        own = _scores(q, own_k, scaling, cap, layout.own_mask(layer.window))
-        prompt_k, prompt_v = cache.prompts(number, layout)
-        prompt = _scores(layout.by_prompt(q), prompt_k, scaling, cap, layout.prompt_mask(layer.window))
-        weights = torch.softmax(torch.cat([own, layout.by_row(prompt)], dim=-1), dim=-1).to(own_v.dtype)
-        own_weights, prompt_weights = weights.split([own_k.shape[1], prompt_k.shape[1]], dim=-1)
-        of_prompt = _product(layout.by_prompt(prompt_weights), prompt_v)
-        return _product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SAD)
-
     def _queries_keys_values(
-        self, x: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
+        self, normed: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated; ``[N, heads, D]`` each."""
+        """Normed and rotated; ``[N, heads, D]`` each."""
         anatomy = self.anatomy
         heads, kv_heads = anatomy.num_heads, anatomy.num_key_value_heads
-        parts = weights.qkv.parts(self._norm(x, layer.before_attention))
-        q, k, v = (part.unflatten(-1, (-1, anatomy.head_dim)) for part in parts)
-        if layer.qk_norms is not None:
-            q, k = (self._norm(each.to(self._wide), n) for each, n in zip((q, k), layer.qk_norms, strict=True))
+
+        def norms(q: Tensor, k: Tensor) -> Sequence[Tensor]:
+            pairs = zip((q, k), layer.qk_norms or (), strict=True)
+            return [self._norm(part.to(self._wide), norm) for part, norm in pairs]
+
+        q, k, v = weights.qkv.parts(normed)
+        if whole := layer.norms_whole(anatomy.head_dim):
+            q, k = norms(q, k)
+        q, k, v = (part.unflatten(-1, (-1, anatomy.head_dim)) for part in (q, k, v))
+        by_head = layer.qk_norms is not None and not whole
+        if by_head and not layer.normed_after_rotation:
+            q, k = norms(q, k)
         if layer.rope is not None:
             both = torch.cat([q, k], dim=1).to(self._wide)
-            q, k = _rotate(both, *rotations[layer.rope]).split([heads, kv_heads], dim=1)
+            q, k = self._rotate(both, *rotations[layer.rope]).split([heads, kv_heads], dim=1)
+        if by_head and layer.normed_after_rotation:
+            q, k = norms(q, k)
         return q, k, v
 
     def _rotations(self, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
@@ -297,38 +303,36 @@ class LeanBackend(Backend):
             kind: (cos[positions_N][:, None], sin[positions_N][:, None]) for kind, (cos, sin) in self._ropes.items()
         }
 
-    def _after_attention(self, x: Tensor, attended: Tensor, layer: Layer, weights: LayerWeights) -> Tensor:
-        """The rest of a layer: the attention's output added, and the MLP."""
-        update = weights.output(attended.reshape(len(x), -1))
-        if layer.after_attention is not None:
-            update = self._norm(update.to(self._wide), layer.after_attention)
-        x = x + update
-        gate, up = weights.gate_up.parts(self._norm(x, layer.before_mlp))
-        update = weights.down(self._activation(gate).mul_(up))
-        if layer.after_mlp is not None:
-            update = self._norm(update.to(self._wide), layer.after_mlp)
-        return x.add_(update)
+    def _rotate(self, x_NHD: Tensor, cos_N1R: Tensor, sin_N1R: Tensor) -> Tensor:
+        if self.anatomy.neighbours or cos_N1R.shape[-1] < x_NHD.shape[-1]:
+            return rotated(x_NHD, cos_N1R, sin_N1R, neighbours=self.anatomy.neighbours)
+        return _rotate(x_NHD, cos_N1R, sin_N1R)
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), self.weights.factor(norm), norm.eps)
+    def _after_attention(
+        self, x: Tensor, normed: Tensor, attended: Tensor, layer: Layer, weights: LayerWeights
+    ) -> Tensor:
+        """The rest of a layer: the attention's output added, and the MLP."""
+        x = x + self._scaled(weights.output(attended.reshape(len(x), -1)), layer.after_attention)
+        if not layer.parallel:
+            normed = self._norm(x, layer.before_mlp)
+        gate, up = weights.gate_up.parts(normed)
+        return x.add_(self._scaled(weights.down(self._activation(gate).mul_(up)), layer.after_mlp))
+
+    def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
+        """An update as it is added to the residual stream."""
+        if norm is not None:
+            update = self._norm(update.to(self._wide), norm)
+        return update if self.anatomy.residual_multiplier == 1 else update.mul_(self.anatomy.residual_multiplier)
+
+    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else norm.of_rows(x, self.weights.factor(norm))
 
     def _logits(self, normed_SH: Tensor) -> Tensor:
         """Logits in float32, or in float64 for a float64 policy."""
-        logits_SV = self.weights.head(normed_SH)
-        return soft_cap(logits_SV.to(self._wide), self.anatomy.logit_cap)
-
-
-def _parts(texts: Sequence[Sequence[int]]) -> list[slice]:
-    """Texts that go through the model together."""
-    parts, start = list[slice](), 0
-    while start < len(texts):
-        stop, tokens = start + 1, len(texts[start])
-        while stop < len(texts) and tokens + len(texts[stop]) <= PREFILL_TOKENS:
-            tokens += len(texts[stop])
-            stop += 1
-        parts.append(slice(start, stop))
-        start = stop
-    return parts
+        logits_SV = self.weights.head(normed_SH).to(self._wide)
+        if self.anatomy.logit_multiplier != 1:
+            logits_SV = logits_SV * self.anatomy.logit_multiplier
+        return soft_cap(logits_SV, self.anatomy.logit_cap)
 
 
 def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
@@ -338,25 +342,3 @@ def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     out[..., :half].addcmul_(x_NHD[..., half:], sin_N1D[..., :half], value=-1)
     out[..., half:].addcmul_(x_NHD[..., :half], sin_N1D[..., half:])
     return out
-
-
-def _scores(q: Tensor, k: Tensor, scaling: float, cap: float | None, mask: Tensor | None) -> Tensor:
-    """Batched attention scores, ``[B, m, t]``, in float32 or better.
-
-    Args:
-        q, k: ``[B, m, D]`` and ``[B, t, D]``.
-        scaling: multiplies them.
-        cap: bounds them softly; see ``soft_cap``.
-        mask: added to them, ``[B, 1 or m, t]``: 0 or -inf. None: no mask.
-    """
-    if cap is None and mask is not None and q.dtype == mask.dtype:
-        return torch.baddbmm(mask, q, k.mT, alpha=scaling)
-    scores = soft_cap(_product(q, k.mT).mul_(scaling), cap)
-    return scores if mask is None else scores.add_(mask)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product, in float32 or better: sums of half-precision inputs are not rounded to half precision."""
-    if a.dtype in {torch.bfloat16, torch.float16}:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a, b)

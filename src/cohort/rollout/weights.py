@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cohort.policy.anatomy import Anatomy, Linear, Norm
+from cohort.policy.anatomy import Anatomy
 from cohort.policy.float32_head import is_float32
+from cohort.policy.parts import Linear, Norm
 
 PACKED_ROWS = 64
 """Number of rows that packed matrices are laid out for. The layout suits other numbers too."""
@@ -26,9 +27,10 @@ class Product:
     Args:
         linears: the layers.
         dtype: of computation and output.
+        widths: of the parts of the output; otherwise each linear's output is one.
     """
 
-    def __init__(self, linears: Sequence[Linear], dtype: torch.dtype) -> None:
+    def __init__(self, linears: Sequence[Linear], dtype: torch.dtype, widths: Sequence[int] = ()) -> None:
         self._linears = tuple(linears)
         self._dtype = dtype
         self._casts = any(linear.weight.dtype != dtype for linear in linears)
@@ -36,6 +38,7 @@ class Product:
         self._biases: list[Tensor | None] = []
         self._packed: Tensor | None = None
         self._widths = [linear.weight.shape[0] for linear in linears]
+        self._cuts = list(widths) if len(widths) > len(linears) else None
         self._adapters: list[tuple[int, Tensor, Tensor, float]] = []
 
     @torch.no_grad()
@@ -62,7 +65,7 @@ class Product:
                 self._adapters.append((number, *pair, adapter.scale))
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
-        """``x`` of shape ``[N, in]`` to each linear's ``[N, out_i]``."""
+        """``x`` of shape ``[N, in]`` to the parts of the output, ``[N, out_i]``."""
         if x.dtype != self._dtype:
             x = x.to(self._dtype)
         if self._packed is not None:
@@ -73,7 +76,7 @@ class Product:
             parts = [functional.linear(x, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
         for number, a, b, scale in self._adapters:
             parts[number].add_(functional.linear(functional.linear(x, a), b), alpha=scale)
-        return parts
+        return parts if self._cuts is None else parts[0].split_with_sizes(self._cuts, -1)
 
     def _split(self, both: Tensor) -> Sequence[Tensor]:
         # Called a hundred times per decode step, so it bypasses torch's wrapper.
@@ -127,10 +130,10 @@ class DecoderWeights:
         self.dtype = dtype
         self.layers = [
             LayerWeights(
-                Product(layer.qkv, dtype),
+                Product(layer.qkv.linears, dtype, layer.qkv.widths),
                 Product([layer.output], dtype),
-                Product(layer.gate_up, dtype),
-                Product([layer.down], dtype),
+                Product(layer.mlp.gate_up.linears, dtype, layer.mlp.gate_up.widths),
+                Product([layer.mlp.down], dtype),
             )
             for layer in anatomy.layers
         ]

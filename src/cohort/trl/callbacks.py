@@ -106,7 +106,8 @@ def check_callback(callback: Any, args: Any) -> None:
         raise ConfigError("EarlyStoppingCallback needs eval_strategy and metric_for_best_model, such as 'eval_reward'")
     unheard = [name for name in NEVER_CALLED if getattr(kind, name) is not getattr(TrainerCallback, name)]
     if unheard and not kind.__module__.startswith("transformers."):
-        log.warning("callback %s: %s is never called here (docs/trl.md)", kind.__name__, " and ".join(unheard))
+        named = " and ".join(unheard)
+        log.warning("callback %s: %s is never called here (see 'cohort docs trl')", kind.__name__, named)
 
 
 class Events(Companion):

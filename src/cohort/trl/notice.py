@@ -73,7 +73,7 @@ def differences(args: Any, config: GRPOConfig, batch: Batch, updates: int) -> st
         updates: ``state.max_steps``.
     """
     lines = [*_updates(batch, updates), *_numbers(config), *_rewards(), *_uploads(args), *_fields(args)]
-    return "\n".join(["how this run differs from TRL's (docs/trl.md):", *(f"  {line}" for line in lines)])
+    return "\n".join(["how this run differs from TRL's (see 'cohort docs trl'):", *(f"  {line}" for line in lines)])
 
 
 def _updates(batch: Batch, updates: int) -> list[str]:

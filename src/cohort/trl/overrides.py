@@ -57,7 +57,7 @@ def absent_attribute(trainer: Any, name: str) -> Any:
     if instead is None and name in {field.name for field in fields(GRPOConfig)}:
         instead = f"it is trainer.args.{name}"
     if instead is None and (name in PRIVATE or hasattr(Trainer, name)):
-        instead = "Cohort's trainer does not work by TRL's methods (docs/trl.md)"
+        instead = "Cohort's trainer does not work by TRL's methods (see 'cohort docs trl')"
     hint = f": {instead}" if instead else ""
     raise AttributeError(f"cohort.trl.GRPOTrainer has no attribute {name!r}{hint}", name=name, obj=trainer)
 

@@ -38,7 +38,7 @@ def why_no_gradient(metrics: Mapping[str, Any]) -> str:
         return f"no update had a gradient: no completion was scored, because {' and '.join(reasons)}"
     shares = {cause: number(metrics, f"tokens/{cause}_share") or 0.0 for cause in CAUSES}
     if not any(shares.values()):
-        return "no update had a gradient (docs/metrics.md: tokens/..._share)"
+        return "no update had a gradient ('cohort docs metrics': tokens/..._share)"
     cause = max(shares, key=lambda name: shares[name])
     if cause == "no_advantage" and metrics.get("groups/dead_share") == 1:
         return "no update had a gradient: every group has equal rewards, so there is nothing to learn"

@@ -159,7 +159,7 @@ def stale_logps(case: Case) -> Verdict | None:
         f"the policy moves (update_kl {number(case.now, 'update_kl'):.2g}): the old log-probs are not those from "
         "before the updates",
         "compute old log-probs once, before the first update of a rollout. With a loop of your own, do not "
-        "recompute them per update; see 'When log-probs are computed' in docs/grpo.md",
+        "recompute them per update; see 'When log-probs are computed' in 'cohort docs grpo'",
         {"update_kl": number(case.now, "update_kl"), "updates": case.facts.updates},
     )
 

@@ -152,7 +152,7 @@ def value_zero(case: Case) -> Verdict | None:
     return Verdict(
         Level.NOTE,
         f"policy_value is {value:.1g}, which is normal on the first update after sampling; the gradient is not 0 "
-        f"(norm {norm:.2g}). Watch reward/mean instead (docs/grpo.md)",
+        f"(norm {norm:.2g}). Watch reward/mean instead (see 'cohort docs grpo')",
         "",
         {"policy_value": value, "grad_norm": norm},
     )
@@ -166,7 +166,7 @@ def _advice_by_cause(cause: str) -> str:
         "clipped_low": "lower optim.learning_rate, or make fewer updates per rollout",
         "clipped_high": "lower optim.learning_rate, or make fewer updates per rollout",
         "no_advantage": "look at reward/within_group_std and at the advantages in rollouts/",
-    }.get(cause, "see the table of tokens/..._share in docs/metrics.md")
+    }.get(cause, "see the table of tokens/..._share in 'cohort docs metrics'")
 
 
 def _without_gradient(metrics: Metrics) -> bool:

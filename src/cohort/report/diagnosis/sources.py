@@ -98,7 +98,7 @@ def sampler_mismatch(case: Case) -> Verdict | None:
             "lower rollout.lag"
             if lagging
             else "set model.precision to 'float32', or add a mismatch weight "
-            "(objective.mismatch); with vLLM see docs/scale.md",
+            "(objective.mismatch); with vLLM see 'cohort docs scale'",
             {"gap": mean(gap)},
         )
     return _bias(case) or _dropped(case)

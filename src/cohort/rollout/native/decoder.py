@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.native import threads_for
-from cohort.policy.anatomy import Layer, Norm
+from cohort.policy.anatomy import Layer
+from cohort.policy.parts import Norm
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual
@@ -34,7 +35,7 @@ class Decoder:
         self._anatomy = anatomy = weights.anatomy
         self._half = weights.dtype == torch.bfloat16
         self._referenced: list[Tensor] = []  # the structures point to them
-        tables = {kind: (self._at(cos), self._at(sin)) for kind, (cos, sin) in ropes.items()}
+        tables = {kind: (self._at(cos), self._at(sin), cos.shape[1]) for kind, (cos, sin) in ropes.items()}
         self._calls = [self._layer(number, layer, tables) for number, layer in enumerate(anatomy.layers)]
         self._first = self._residual(None, anatomy.layers[0].before_attention)
         self._middle = [self._residual(layer.after_attention, layer.before_mlp) for layer in anatomy.layers]
@@ -66,25 +67,33 @@ class Decoder:
         anatomy, last_layer = self._anatomy, len(self._calls) - 1
         for one in (step, last_step or step):
             one.scaling, one.cap = anatomy.scaling, anatomy.score_cap or 0
-        x = anatomy.embedding(functional.pad(tokens_T, (0, -len(tokens_T) % multiple))).float().contiguous()
+        x = anatomy.embed(functional.pad(tokens_T, (0, -len(tokens_T) % multiple))).float().contiguous()
         # Rows are padded for the products; attention does not write the padding, which must not hold NaN.
         attended = x.new_zeros(len(x), anatomy.num_heads * anatomy.head_dim, dtype=self._weights.dtype)
         normed = torch.empty_like(x, dtype=self._weights.dtype)
         self._add_norm(self._first, x, None, normed)
-        layers = zip(self._calls, self._middle, self._last, self._weights.layers, strict=True)
-        for number, (call, middle, last, weights) in enumerate(layers):
+        layers = zip(self._middle, self._last, self._weights.layers, strict=True)
+        for number, (middle, last, weights) in enumerate(layers):
             if last_step is not None and last_S is not None and number == last_layer:
-                self._attend(last_step, call, weights, normed, attended)
+                self._attend(last_step, number, normed, attended)
                 padded_S = functional.pad(last_S, (0, -len(last_S) % ROW_MULTIPLE))
                 x, attended, normed = x[padded_S], attended[padded_S], normed[padded_S]
             else:
-                self._attend(step, call, weights, normed, attended)
-            self._add_norm(middle, x, weights.output(attended), normed)
-            self._add_norm(last, x, weights.down(self._activate(weights, normed)), normed)
+                self._attend(step, number, normed, attended)
+            update = weights.output(attended)
+            if anatomy.layers[number].parallel:
+                self._add_norm(last, x, update.add_(self._mlp(weights, normed)), normed)
+            else:
+                self._add_norm(middle, x, update, normed)
+                self._add_norm(last, x, self._mlp(weights, normed), normed)
         return normed
 
-    def _attend(self, step: Structure, call: Structure, weights: LayerWeights, normed: Tensor, out: Tensor) -> None:
+    def _attend(self, step: Structure, number: int, normed: Tensor, out: Tensor) -> None:
+        layer, call, weights = self._anatomy.layers[number], self._calls[number], self._weights.layers[number]
         q, k, v = weights.qkv.parts(normed)
+        if layer.norms_whole(self._anatomy.head_dim):
+            pairs = zip((q, k), layer.qk_norms or (), strict=True)
+            q, k = (norm.of_rows(part.float(), self._weights.factor(norm)).to(part.dtype) for part, norm in pairs)
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         call.q_stride, call.k_stride, call.v_stride = q.stride(0), k.stride(0), v.stride(0)
         self._kernels.attend(step, call)
@@ -95,7 +104,7 @@ class Decoder:
         call.threads = threads_for(x.numel())
         self._kernels.add_norm(call)
 
-    def _activate(self, weights: LayerWeights, normed: Tensor) -> Tensor:
+    def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
         gate, up = weights.gate_up.parts(normed)
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         call = self._gated
@@ -104,30 +113,36 @@ class Decoder:
         call.rows, call.width = out.shape
         call.threads = threads_for(out.numel())
         self._kernels.activate(call)
-        return out
+        return weights.down(out)
 
-    def _layer(self, number: int, layer: Layer, tables: dict[str, tuple[int, int]]) -> Structure:
+    def _layer(self, number: int, layer: Layer, tables: dict[str, tuple[int, int, int]]) -> Structure:
         anatomy, (own_k, own_v) = self._anatomy, self._cache.own[:, number]
         prompt_k, prompt_v = self._cache.prompts[:, number]
-        cos, sin = (None, None) if layer.rope is None else tables[layer.rope]
+        cos, sin, rotated = (None, None, 0) if layer.rope is None else tables[layer.rope]
         call = LayerCall(
             out_stride=anatomy.num_heads * anatomy.head_dim,
             cos=cos,
             sin=sin,
+            rotated=rotated,
+            neighbours=anatomy.neighbours,
+            norm_last=layer.normed_after_rotation,
             own_k=own_k.data_ptr(),
             own_v=own_v.data_ptr(),
             prompt_k=prompt_k.data_ptr(),
             prompt_v=prompt_v.data_ptr(),
             window=layer.window or 0,
         )
-        if layer.qk_norms is not None:
+        if layer.qk_norms is not None and not layer.norms_whole(anatomy.head_dim):
             of_q, of_k = layer.qk_norms
             call.q_norm, call.k_norm = self._factor(of_q), self._factor(of_k)
             call.q_eps, call.k_eps = of_q.eps, of_k.eps
         return call
 
-    def _residual(self, after: Norm | None, norm: Norm) -> Structure:
-        call = Residual(factor=self._factor(norm), eps=norm.eps, width=norm.weight.shape[0], half=self._half)
+    def _residual(self, after: Norm | None, norm: Norm | None) -> Structure:
+        anatomy = self._anatomy
+        call = Residual(width=len(anatomy.norm.weight), half=self._half, multiplier=anatomy.residual_multiplier)
+        if norm is not None:
+            call.factor, call.eps, call.centred = self._factor(norm), norm.eps, norm.centred
         if after is not None:
             call.after, call.after_eps = self._factor(after), after.eps
         return call

@@ -1,0 +1,162 @@
+"""Parts of a transformers model as the lean path reads them: linear maps, norms and MLPs.
+
+Weights are read from the modules at each access: FSDP replaces a module's parameters while it gathers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cohort.parallel.full import class_before_sharding
+
+
+class UnsupportedModel(Exception):  # noqa: N818 - not an error: another implementation is used
+    """An implementation cannot run a model; the message says why."""
+
+
+def need(holds: bool, reason: str) -> None:
+    """Raise ``UnsupportedModel`` for a reason, unless it does not hold."""
+    if not holds:
+        raise UnsupportedModel(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter: ``y += scale * (x A^T) B^T``."""
+
+    down: nn.Linear
+    up: nn.Linear
+    scale: float
+
+    @property
+    def a(self) -> Tensor:
+        """``[rank, in]``."""
+        return self.down.weight
+
+    @property
+    def b(self) -> Tensor:
+        """``[out, rank]``."""
+        return self.up.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``y = x W^T + bias``, plus adapters."""
+
+    module: nn.Linear
+    owner: Any
+    name: str
+    """Of the attribute of ``owner``: the module itself, or peft's module around it."""
+    adapters: tuple[Adapter, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The output, by the model's own module."""
+        out: Tensor = getattr(self.owner, self.name)(x)
+        return out
+
+    @property
+    def weight(self) -> Tensor:
+        """W, ``[out, in]``."""
+        return self.module.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Shape ``[out]``; None without one."""
+        return self.module.bias
+
+    @classmethod
+    def of(cls, owner: Any, name: str) -> Linear:
+        """Read a linear module, or one that peft has wrapped with LoRA, from the module that has it."""
+        module = getattr(owner, name)
+        if type(module) is nn.Linear:
+            return cls(module, owner, name)
+        base: Any = getattr(module, "base_layer", None)
+        need(type(base) is nn.Linear and hasattr(module, "lora_A"), f"{name} is a {type(module).__name__}")
+        need(not getattr(module, "merged", False), f"{name} has its adapter merged")
+        adapters = []
+        for active in () if module.disable_adapters else module.active_adapters:
+            if active not in module.lora_A:
+                continue
+            a, b = module.lora_A[active], module.lora_B[active]
+            special = bool(getattr(module, "use_dora", {}).get(active)) or active in getattr(module, "lora_variant", {})
+            plain = type(a) is nn.Linear and type(b) is nn.Linear and getattr(b, "bias", None) is None
+            need(plain and not special, f"{name} has an adapter that is not plain LoRA")
+            adapters.append(Adapter(a, b, float(module.scaling[active])))
+        return cls(base, owner, name, tuple(adapters))
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Linears over one input, whose outputs, side by side, are parts of given widths: one linear for each part, or one
+    for all of them (``qkv_proj``, ``gate_up_proj``)."""
+
+    linears: tuple[Linear, ...]
+    widths: tuple[int, ...]
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """The parts, by the model's own modules."""
+        outs = [linear(x) for linear in self.linears]
+        return outs if len(outs) == len(self.widths) else outs[0].split(self.widths, dim=-1)
+
+    @classmethod
+    def of(cls, module: Any, names: Sequence[str], fused: str, widths: Sequence[int]) -> Joint:
+        """Read the linears of a module: those named, or the fused one."""
+        found = [fused] if hasattr(module, fused) else names
+        return cls(tuple(Linear.of(module, name) for name in found), tuple(widths))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root mean square norm: ``x / sqrt(mean(x^2) + eps) * weight``, or ``* (1 + weight)`` if shifted; of x without its
+    mean if centred."""
+
+    module: Any
+    eps: float
+    shifted: bool
+    centred: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """One number per entry of the last axis."""
+        weight: Tensor = self.module.weight
+        return weight
+
+    @classmethod
+    def of(cls, module: Any, *, shifted: bool) -> Norm:
+        """Read a norm of transformers, which has two names for eps."""
+        need(not hasattr(module, "modules_to_save"), "a norm is trained by an adapter")
+        eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
+        name = class_before_sharding(module).__name__
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        known = eps is not None and isinstance(weight, nn.Parameter) and weight.ndim == 1 and bias is None
+        need(known, f"a norm is a {name}")
+        return cls(module, float(eps), shifted, not name.endswith("RMSNorm"))  # type: ignore[arg-type]
+
+    def factor(self, dtype: torch.dtype) -> Tensor:
+        """What normed values are multiplied by."""
+        weight = self.weight.to(dtype)
+        return 1 + weight if self.shifted else weight
+
+    def of_rows(self, x: Tensor, factor: Tensor) -> Tensor:
+        """The norm over the last axis, by torch."""
+        norm = functional.layer_norm if self.centred else functional.rms_norm
+        return norm(x, x.shape[-1:], factor, eps=self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """An MLP with a gate: ``down(act(gate x) * up x)``."""
+
+    gate_up: Joint
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All of its linear maps."""
+        return (*self.gate_up.linears, self.down)
