@@ -55,6 +55,7 @@ check: .venv/dev.stamp
 	$(BIN)/python scripts/check_docs.py
 	$(BIN)/python scripts/check_metrics.py
 	$(BIN)/python scripts/check_rooms.py
+	$(BIN)/python scripts/write_recipes.py --check
 
 # The site, into site/. Strict: a link, an anchor or a reference that leads nowhere fails.
 docs: .venv/docs.stamp

@@ -25,7 +25,7 @@ ANY_TEXT = Parameter(allow_leading_hyphen=True)
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """Flags of both commands. None: the flag was not given."""
+    """Flags of both commands. None: the flag was not given. The settings of a run are the defaults for its models."""
 
     n: Annotated[int | None, SAMPLING, Parameter(validator=Number(gte=1, lte=65_536))] = None
     """Completions per prompt. [default: 1]"""
@@ -41,6 +41,10 @@ class SamplingFlags:
     """Sample from tokens at least p times as likely as the most likely one. [default: 0]"""
     seed: Annotated[int | None, SAMPLING, Parameter(validator=Number(gte=0, lt=2**32))] = None
     """Seed of the random numbers. [default: 0]"""
+    checkpoint: Annotated[str | None, ENGINE, Parameter(metavar="STEP")] = None
+    """Which model of a run: a step, best or newest. [default: best if there is one, else newest]"""
+    trust: Annotated[str | None, ENGINE, Parameter(metavar="RUN")] = None
+    """Run the code that the settings in this run folder name, though this account has not run it before."""
     precision: Annotated[Literal["auto", "float32", "bfloat16", "float64"] | None, ENGINE] = None
     """Compute precision. [default: auto]"""
     device: Annotated[str | None, ENGINE] = None
@@ -71,7 +75,7 @@ class GenerateFlags(SamplingFlags):
 
     prompts: Annotated[str | None, PROMPTS, FILE] = None
     """A file with one prompt per line (.txt) or with rows (.jsonl, .json, .csv, .parquet)."""
-    prompt_column: Annotated[str, PROMPTS] = "prompt"
+    prompt_column: Annotated[str | None, PROMPTS] = None
     """The column of the rows that holds the prompt: a string or a list of chat messages. [default: prompt]"""
     chat: Annotated[bool, PROMPTS] = False
     """Apply the chat template to strings too. It is always applied to lists of messages."""
@@ -95,7 +99,7 @@ class GenerateFlags(SamplingFlags):
     """A regular expression that the completion matches as a whole."""
     json_schema: Annotated[str | None, SAMPLING] = None
     """A JSON schema that the completion conforms to: JSON text or a .json file."""
-    batch_size: Annotated[int, ENGINE, POSITIVE] = 256
+    batch_size: Annotated[int | None, ENGINE, POSITIVE] = None
     """Maximum number of completions decoded at the same time. [default: 256]"""
     cache_tokens: Annotated[int | None, ENGINE, POSITIVE] = None
     """Maximum number of tokens in the key-value cache. [default: what fits half of the free memory]"""
@@ -122,8 +126,6 @@ class EvalFlags(SamplingFlags):
     """A model to compare with, on the same prompts with the same random numbers."""
     config: Annotated[str | None, DATA, FILE] = None
     """A TOML file with the settings of a run."""
-    trust: Annotated[str | None, DATA, Parameter(metavar="RUN")] = None
-    """Run the code that the settings in this run folder name, though this account has not run it before."""
     k: Annotated[Sequence[int] | None, METRICS, SEVERAL] = None
     """Report pass@k for each of these k. [default: 1]"""
     success: Annotated[str | None, DATA] = None

@@ -15,8 +15,9 @@ from cohort.data import PromptSet, load_rows
 from cohort.demo.task import accuracy, problems
 from cohort.errors import RunFolderError
 from cohort.evaluation import command
-from cohort.evaluation.command import Request, model_of, run_of
+from cohort.evaluation.command import Request
 from cohort.policy import load_tokenizer
+from cohort.runs.chosen import model_of, run_of
 from cohort.runs.trust import remember
 from tests.conftest import DEMO_MODEL
 from tests.train.harness import ROWS, make_trainer

@@ -24,7 +24,7 @@ import tomli_w
 from cohort.config import GRPOConfig, apply_overrides, hide_secrets, load_config, to_toml
 from cohort.data.source import read_file
 from cohort.errors import CohortError
-from cohort.evaluation.command import Request, model_of
+from cohort.evaluation.command import Request
 from cohort.policy import context_length, end_token_ids, load_tokenizer
 from cohort.policy import read_config as model_config
 from cohort.report.compare import changed_facts, changed_settings, differences, read_whole
@@ -42,6 +42,7 @@ from cohort.runs import (
     save_rollout,
     saved_identity,
 )
+from cohort.runs.chosen import model_of
 from cohort.runs.durable import check_whole, write_file, write_manifest
 from cohort.runs.generators import set_random_state
 from cohort.runs.tables import with_facts, write_table

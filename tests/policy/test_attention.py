@@ -104,6 +104,30 @@ def test_the_explicit_formula(layout):
     assert_same(tensors, LAYOUTS[layout], 1e-13, scaling=0.4, window=4, cap=2.0)
 
 
+@pytest.mark.parametrize(("native", "tolerance"), [(False, 1e-13), (True, 1e-5)])
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_and_values_of_another_width(native, tolerance, window):
+    """Beside the formula: float64 by torch's kernels, float32 by the native one."""
+    lengths, prefixes, prefix_lengths = LAYOUTS["several after each prefix"]
+    layout = Layout(lengths, CPU, prefixes, prefix_lengths)
+    q, k, v, *prefix = made(lengths, prefix_lengths, dtype=torch.float32 if native else torch.float64)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=q.dtype, requires_grad=True)
+    leaves, found = (q, k, v, *prefix, sinks), []
+    q, k, v, prefix_k, prefix_v = (part.transpose(0, 1) for part in (q, k, v, *prefix))
+    v, prefix_v = v[..., :4], prefix_v[..., :4]
+    for formula in (False, True):
+        if formula:
+            out = explicit_attention(q, k, v, prefix_k, prefix_v, layout, 0.4, window, None, sinks)
+        else:
+            settings = {"window": window, "sinks": sinks, "native": native}
+            out = packed_attention(q, k, v, layout, scaling=0.4, prefix=(prefix_k, prefix_v), **settings)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert found[0][0].shape[-1] == 4
+    assert float(found[1][-1].abs().min()) > 1e-3
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
 def test_in_bfloat16():
     layout = LAYOUTS["a prefix's sequences apart"]
     tensors = made(layout[0], layout[2], dtype=torch.bfloat16)

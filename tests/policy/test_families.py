@@ -59,6 +59,11 @@ PACKED_EXPERTS = {
     "qwen3_moe": ATTENTION | EXPERTS | {"head_dim": 8},
     "olmoe": ATTENTION | EXPERTS,
     "granitemoe": ATTENTION | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},  # sinks
+    "deepseek_v3": ATTENTION  # keys and values of different width
+    | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    | {"n_group": 1, "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4}
+    | {"qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1},
 }
 DELTA_RULE = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
 MAMBA = ["falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "zamba2", "mamba2"]
@@ -105,10 +110,6 @@ PADDED_SLOW = {
     "modernbert-decoder": (ATTENTION, "all logits at once"),
 }
 PADDED_SINGLE = {
-    "gpt_oss": (
-        WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-        "attention has sinks or biases",
-    ),
     "phimoe": (WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}, UNKNOWN_WINDOW),
     "mamba": (COMMON | {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 8}, ""),
 }
@@ -146,7 +147,7 @@ def test_recurrent_families(name, monkeypatch):
     assert_plain(policy)
 
 
-@pytest.mark.parametrize("name", telling(PACKED_EXPERTS, "mixtral", "qwen3_moe"))
+@pytest.mark.parametrize("name", telling(PACKED_EXPERTS, "qwen3_moe", "gpt_oss", "deepseek_v3"))
 def test_experts_with_custom_attention(name):
     """In float32: transformers' product of the experts takes no float64. Each token has its own experts, so packing
     changes only the order of sums."""

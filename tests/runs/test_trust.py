@@ -13,8 +13,9 @@ from cohort.cli import main
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.environments.tools import BUILTIN_TOOLS
 from cohort.errors import RunFolderError
-from cohort.evaluation.command import Request, run_of
+from cohort.evaluation.command import Request
 from cohort.runs import RunFolder, Start, check_code, check_files, trust, with_overrides_of_start
+from cohort.runs.chosen import run_of
 from cohort.runs.trust import Code, code_in, remember
 
 

@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,40 @@ def check_columns(columns: Sequence[str], where: str) -> None:
             raise DataError(f"{what}: Cohort trains language models, which see no images. {remedy}")
 
 
+@lru_cache(16)
+def columns_of(template: str) -> tuple[str, ...]:
+    """The columns that ``data.prompt_template`` names.
+
+    Raises:
+        DataError: the template is not valid.
+    """
+    try:
+        parsed = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise _bad_template(template, error) from None
+    return tuple(dict.fromkeys(re.split(r"[.\[]", name)[0] for _, name, _, _ in parsed if name is not None))
+
+
+def filled(template: str, row: Row, where: str) -> str:
+    """``data.prompt_template`` with the columns of a row.
+
+    Raises:
+        DataError: the template is not valid, or a column is missing or empty.
+    """
+    for column in columns_of(template):
+        check_column(column, row, f"{where}: data.prompt_template", "the row has")
+        if row[column] is None:
+            raise DataError(f"{where}: column {column!r}, which data.prompt_template names, is empty")
+    try:
+        return template.format_map(row)
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise _bad_template(template, error) from None
+
+
+def _bad_template(template: str, error: Exception) -> DataError:
+    return DataError(f"data.prompt_template {template!r} is not valid: {error}")
+
+
 ToolsOf = Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]
 """The JSON schemas of the tools that the policy can call in the episode of a row."""
 
@@ -56,11 +90,7 @@ class Renderer:
 
     def __init__(self, config: DataConfig, tokenizer: Any = None, tools: ToolsOf | None = None) -> None:
         self._config, self._tokenizer, self._tools_of = config, tokenizer, tools
-        try:
-            parsed = list(string.Formatter().parse(config.prompt_template or ""))
-        except ValueError as error:
-            raise self._bad_template(error) from None
-        self._fields = dict.fromkeys(re.split(r"[.\[]", name)[0] for _, name, _, _ in parsed if name is not None)
+        columns_of(config.prompt_template or "")
 
     @cached_property
     def chat(self) -> ChatTemplate:
@@ -96,7 +126,7 @@ class Renderer:
 
     def _content(self, row: Row, where: str) -> str | list[Any]:
         if self._config.prompt_template is not None:
-            return self._filled_template(row, where)
+            return filled(self._config.prompt_template, row, where)
         column = self._config.prompt_column
         if column not in row:
             remedy = "Set data.prompt_column, data.prompt_template or data.columns"
@@ -105,19 +135,6 @@ class Renderer:
         if not isinstance(content, str | list):
             raise DataError(f"{where}: the prompt must be a string or a list of messages, got {type(content).__name__}")
         return content
-
-    def _filled_template(self, row: Row, where: str) -> str:
-        for column in self._fields:
-            check_column(column, row, f"{where}: data.prompt_template", "the row has")
-            if row[column] is None:
-                raise DataError(f"{where}: column {column!r}, which data.prompt_template names, is empty")
-        try:
-            return str(self._config.prompt_template).format_map(row)
-        except (ValueError, LookupError, AttributeError, TypeError) as error:
-            raise self._bad_template(error) from None
-
-    def _bad_template(self, error: Exception) -> DataError:
-        return DataError(f"data.prompt_template {self._config.prompt_template!r} is not valid: {error}")
 
     def _check_text(self, row: Row, where: str) -> None:
         """Refuse what only a chat template could use."""

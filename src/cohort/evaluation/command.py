@@ -21,15 +21,16 @@ from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_
 from cohort.data import Data, load_sets
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
-from cohort.errors import ConfigError, DataError, ModelError, NonFiniteError, RunFolderError
+from cohort.errors import ConfigError, DataError, NonFiniteError
 from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
 from cohort.evaluation.show import compared, show, write_rows, write_summary
 from cohort.flags import EvalFlags
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampler, local_engine
-from cohort.runs import MODEL_CODE, RunFolder, check_run_settings, read_best, saved_identity
-from cohort.runs.durable import MANIFEST, check_whole
+from cohort.runs import MODEL_CODE
+from cohort.runs.chosen import check_not_in_run, check_nothing_missing, model_of, run_of, settings_of_run, why_unnamed
+from cohort.shipped import PREFIX
 
 SETTINGS = {
     "data": "data.eval",
@@ -65,20 +66,20 @@ class Request(EvalFlags):
         Raises:
             ConfigError: a setting is wrong, or there is no data or no reward.
         """
+        check_not_in_run(Path(self.model).expanduser())
         source, given = self._source(), [*self.overrides, *self._flags()]
         if self.reward:
             # The run's weights and its choice of what is correct belong to its own functions.
             given = ["--reward.weights", "none", "--eval.success", "none", *given]
-        of_run = self.config is None
-        config = load_config(source, given, of_run=of_run) if source else apply_overrides({}, given)
-        if source and of_run:
+        run = Path(source).parent if source and self.config is None else None
+        config = load_config(source, given, of_run=run is not None) if source else apply_overrides({}, given)
+        if run:
             unused = ("data.train", "vllm.")
-            check_run_settings(Path(source).parent, config, self.trust, given=setting_names(given), unused=unused)
-        where = f" ({source} names none; they may have been passed in Python)" if source else self._no_run()
+            config = settings_of_run(run, config, self.trust, given=setting_names(given), unused=unused)
         if not config.data.eval:
-            raise ConfigError(f"no data to evaluate on: give --data FILE{where}")
+            raise ConfigError(f"no data to evaluate on: give --data FILE{self._why(run, 'eval_dataset')}")
         if not config.reward.functions and not config.environment.factory:
-            raise ConfigError(f"no reward function: give --reward NAME{where}")
+            raise ConfigError(f"no reward function: give --reward NAME{self._why(run, 'reward_funcs')}")
         return config
 
     def settings_for(self, name: str, settings: GRPOConfig) -> GRPOConfig:
@@ -90,9 +91,13 @@ class Request(EvalFlags):
         flags = {flag.removeprefix("model."): False for flag in MODEL_CODE if flag not in given}
         return settings.model_copy(update={"model": settings.model.model_copy(update=flags)})
 
-    def _no_run(self) -> str:
-        """Why there are no settings of a run, if that is not obvious."""
+    def _why(self, run: Path | None, argument: str) -> str:
+        """Why a setting is missing, if that is not obvious."""
+        if run or self.config:
+            return f" ({why_unnamed(run, argument) if run else f'{self.config} names none'})"
         path = Path(self.model).expanduser()
+        if self.model.startswith(PREFIX):
+            return ""
         if not path.exists():
             return f" ({self.model} is not a folder here, so it is taken for a hub id, which has no run)"
         is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
@@ -162,45 +167,6 @@ def _sets(given: Sequence[str]) -> str | None:
     return "{" + ", ".join(f"{json.dumps(name)} = {json.dumps(file)}" for name, _, file in pairs) + "}"
 
 
-def run_of(model: Path) -> Path | None:
-    """The run's folder, from that folder or one of its models: a checkpoint, ``best/`` or ``merged/``. Another model
-    that lies in the folder is not the run's: it may be a stranger's."""
-    if not model.is_dir():  # a hub id, which the working directory has nothing to do with
-        return None
-    for folder in (model, model.parent, model.parent.parent):
-        if (folder / "config.toml").is_file() and (folder / "objective.txt").is_file():
-            within = model.relative_to(folder).parts
-            of_run = within in ((), ("best",), ("merged",)) or within[:1] == ("checkpoints",)
-            return folder if of_run else None
-    return None
-
-
-def model_of(model: str) -> tuple[str, str]:
-    """The folder or hub id of a model, and a note on the choice. The folder of a run stands for its best model or, if
-    there is none, for its newest checkpoint.
-
-    Raises:
-        ModelError: the run has no checkpoint yet.
-        RunFolderError: the model of a run is not as it was written.
-    """
-    folder, note = Path(model).expanduser(), ""
-    run = run_of(folder) if folder.is_dir() else None
-    if run is None:
-        return model, ""
-    if folder == run and (folder / "best").is_dir():
-        folder = run / "best"
-        found = read_best(folder / "best.json")
-        note = f"the best model of the run, after step {found['step']} ({found['metric']} {found['value']:.4g})"
-    elif folder == run:
-        if not (steps := RunFolder(run).checkpoint_steps()):
-            raise ModelError(f"{model} is the folder of a run that has no checkpoint yet")
-        folder = RunFolder(run).checkpoint(steps[-1])
-        note = f"the newest checkpoint of the run, after step {steps[-1]}"
-    if (folder / MANIFEST).exists():
-        check_whole(folder)
-    return (str(folder) if note else model), note
-
-
 def evaluate(request: Request) -> int:
     """Evaluate a model and print the result. Everything but the weights is checked first, the cheapest before all.
 
@@ -215,14 +181,18 @@ def evaluate(request: Request) -> int:
     request.check_files(settings)
     acting = Acting.of(settings.environment, group_size=settings.eval.num_generations_eval)
     if acting is None and request.config is None:
-        _check_single_turns(request.model)
+        check_nothing_missing(request.model, "give --config to evaluate without them")
     rewards = reward_runner(acting, settings.reward.functions, settings)
     data = load_sets(None, settings.data)
     # The metric of the run's best model does not matter here.
     check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
     resolve_device(settings.model.device)
     names = [request.model] if request.against is None else [request.model, request.against]
-    subjects = [_subject(name, request.settings_for(name, settings), rewards, data, acting) for name in names]
+    chosen = [model_of(request.model, request.checkpoint), *map(model_of, names[1:])]
+    subjects = [
+        _subject(name, *model, request.settings_for(name, settings), rewards, data, acting)
+        for name, model in zip(names, chosen, strict=True)
+    ]
     _check_same_prompts(subjects)
     try:
         found = _evaluations(request, settings, subjects)
@@ -235,29 +205,6 @@ def evaluate(request: Request) -> int:
         write_summary(request.json, [subject.path for subject in subjects], found, comparisons, settings)
     show(Console(width=None if Console().is_terminal else 120), found, comparisons, settings)
     return 0
-
-
-def _check_single_turns(model: str) -> None:
-    """Refuse the model of a run whose tools and environments are not in its settings.
-
-    Raises:
-        ConfigError: they were passed in Python.
-    """
-    path = run_of(Path(model).expanduser())
-    run = RunFolder(path) if path else None
-    if run is None or not (steps := run.checkpoint_steps()):
-        return
-    try:
-        facts = saved_identity(run.checkpoint(steps[-1]))
-        names = facts.get("tools") or facts.get("tools and environments")
-    except RunFolderError as error:
-        raise ConfigError(f"cannot see what {model} was trained with: {error}. To evaluate it, give --config") from None
-    if names:
-        raise ConfigError(
-            f"{model} was trained with tools or environments that were passed in Python ({names}): name them, as in "
-            "--environment.tools file.py:function or --environment.factory file.py:Class; or give --config to evaluate "
-            "without them"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,9 +225,14 @@ class Subject:
 
 
 def _subject(
-    name: str, settings: GRPOConfig, rewards: RewardRunner, data: Mapping[str, Data], acting: Acting | None
+    name: str,
+    path: str,
+    note: str,
+    settings: GRPOConfig,
+    rewards: RewardRunner,
+    data: Mapping[str, Data],
+    acting: Acting | None,
 ) -> Subject:
-    path, note = model_of(name)
     tokenizer = load_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)
     if settings.data.chat_template is not None:
         tokenizer.chat_template = settings.data.chat_template

@@ -8,18 +8,21 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cohort.config import DataConfig, EnvironmentConfig, RolloutConfig
+from cohort.config import DataConfig, EnvironmentConfig, GRPOConfig, LoraConfig, ModelConfig, RolloutConfig, load_config
 from cohort.config.section import explain_errors
-from cohort.data import PromptSet, Row, file_format, load_rows, read_lines
+from cohort.data import PromptSet, Row, columns_of, file_format, filled, load_rows, read_lines
 from cohort.environments import Acting
 from cohort.errors import CohortError, ConfigError, DataError
+from cohort.evaluation.evaluate import eval_sampling
 from cohort.flags import GenerateFlags
 from cohort.policy import context_length, end_token_ids
 from cohort.rollout import Sampling
+from cohort.runs.chosen import check_nothing_missing, run_of, settings_of_run
 from cohort.types import Prompt
 
 DEFAULT_TOKENS = 256
@@ -40,6 +43,9 @@ FLAGS = {
     "environment.max_turns": "--max-turns",
 }
 """The flags for settings that errors of other rooms name."""
+READ = ("environment.tools", "environment.factory", "environment.history", "environment.parser", "model.path")
+"""The settings of a run that name code, and that are used here."""
+UNUSED = ("data.train", "data.eval", "vllm.", "reward.", "objective.", "eval.", "report.", "run.")
 
 
 @contextlib.contextmanager
@@ -49,7 +55,8 @@ def flags_in_errors() -> Iterator[None]:
         yield
     except CohortError as error:
         names = "|".join(re.escape(name) for name in FLAGS)
-        raise type(error)(re.sub(names, lambda found: FLAGS[found[0]], str(error))) from error.__cause__
+        text = re.sub(f"(?:--)?({names})", lambda found: FLAGS[found[1]], str(error))
+        raise type(error)(text) from error.__cause__
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,46 @@ class Request(GenerateFlags):
     def count(self) -> int:
         """Completions per prompt."""
         return 1 if self.n is None else self.n
+
+    @cached_property
+    def run(self) -> Path | None:
+        """The folder of the run that the model is of; None if it is of none."""
+        return run_of(Path(self.model).expanduser())
+
+    @cached_property
+    def settings(self) -> GRPOConfig:
+        """What flags override: the settings of the run that the model is of, or the defaults.
+
+        Raises:
+            RunFolderError: they name code that this account has not run before, or a file that is not there.
+        """
+        if self.run is None:
+            return GRPOConfig()
+        flags = {"environment.tools": self.tools, "environment.factory": self.environment}
+        given = [name for name, value in flags.items() if value]
+        config = load_config(str(self.run / "config.toml"), of_run=True)
+        read = [name for name in READ if name not in given]
+        return settings_of_run(self.run, config, self.trust, given=given, read=read, unused=UNUSED)
+
+    @property
+    def random_seed(self) -> int:
+        """The seed: that of the run where none is given."""
+        return self.settings.run.seed if self.seed is None else self.seed
+
+    @property
+    def limits(self) -> RolloutConfig:
+        """The engine's limits."""
+        given = {"max_batch_size": self.batch_size, "cache_tokens": self.cache_tokens}
+        return self.settings.rollout.model_copy(update={name: one for name, one in given.items() if one is not None})
+
+    @property
+    def loading(self) -> ModelConfig:
+        """How the model is loaded: without the adapters and the quantization of a training."""
+        given = {"device": self.device, "precision": self.precision}
+        flags = {name: getattr(self, name) or None for name in ("trust_remote_code", "allow_pickled_weights")}
+        plain = {"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
+        changed = {name: value for name, value in (given | flags).items() if value is not None}
+        return self.settings.model.model_copy(update=plain | changed)
 
     @property
     def origin(self) -> str:
@@ -99,36 +146,42 @@ class Request(GenerateFlags):
         self.check_output("--output", path)
 
     def acting(self) -> Acting | None:
-        """The tools and the environment; None if none are given.
+        """The tools and the environment; None if there are none.
 
         Raises:
-            ConfigError: one cannot be used.
+            ConfigError: one cannot be used; or the run's were passed in Python, without a name.
         """
-        if (self.tools or self.environment) and self.prefix:
-            raise ConfigError("--prefix is for completions of one turn: leave out --tools and --environment")
+        given = {"tools": tuple(self.tools) or None, "factory": self.environment, "max_turns": self.max_turns}
         with explain_errors(EnvironmentConfig):
-            settings = EnvironmentConfig(tools=tuple(self.tools), factory=self.environment or "")
-        if self.max_turns is not None:
-            settings = settings.model_copy(update={"max_turns": self.max_turns})
+            EnvironmentConfig(tools=tuple(self.tools), factory=self.environment or "")
+        changed = {name: value for name, value in given.items() if value is not None}
+        settings = self.settings.environment.model_copy(update=changed)
+        if (settings.tools or settings.factory) and self.prefix:
+            raise ConfigError("--prefix is for completions of one turn: leave out --tools and --environment")
+        if not settings.tools and not settings.factory:
+            check_nothing_missing(self.model, "give the folder of the model copied out of the run")
         return Acting.of(settings, group_size=self.count)
 
     def sampling(self) -> Sampling:
-        """The sampling settings without the prefix, which needs a tokenizer.
+        """The sampling settings without the prefix, which needs a tokenizer: those of the run's evaluations, or the
+        defaults, with the flags over them.
 
         Raises:
             ConfigError: a number is out of its range, or a schema cannot be read.
         """
+        own = eval_sampling(self.settings) if self.run else Sampling(DEFAULT_TOKENS, record_support=False)
         with explain_errors(RolloutConfig):
             schema = RolloutConfig(json_schema=self.json_schema).json_schema
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return Sampling(
-            max_completion_length=self.max_tokens or max(DEFAULT_TOKENS, self.min_tokens or 0),
-            min_completion_length=self.min_tokens or 0,
-            stop=tuple(self.stop),
-            regex=self.regex,
-            json_schema=schema,
-            record_support=False,
+        if self.regex is not None or schema is not None:
+            given |= {"regex": self.regex, "json_schema": schema}
+        shortest = own.min_completion_length if self.min_tokens is None else self.min_tokens
+        return replace(
+            own,
+            max_completion_length=self.max_tokens or max(own.max_completion_length, shortest),
+            min_completion_length=shortest,
+            stop=tuple(self.stop) or own.stop,
             **given,
         )
 
@@ -150,21 +203,39 @@ def read_rows(request: Request) -> list[Row]:
     Raises:
         DataError: a file or a line cannot be read, a row has no prompt, or there are no prompts.
     """
+    template = request.settings.data.prompt_template if request.prompt_column is None else None
     if request.prompts is None:
-        return [{"prompt": text} for text in _arguments(request.prompt)]
+        return [{"prompt": _in_template(text, template)} for text in _arguments(request.prompt)]
     path = Path(request.prompts).expanduser()
     if path.suffix == ".txt":
-        return [{"prompt": line} for line in _lines(path)]
+        return [{"prompt": _in_template(line, template)} for line in _lines(path)]
     if file_format(path) is None:
         raise DataError(f"cannot read {request.prompts}: expected a .txt, .jsonl, .json, .csv or .parquet file")
-    column, rows = request.prompt_column, list[Row]()
+    column, rows = request.prompt_column or request.settings.data.prompt_column, list[Row]()
     for index, row in enumerate(load_rows(request.prompts)):
+        if template is not None:
+            others = {_free_name(key, row): value for key, value in row.items()}
+            rows.append({"prompt": filled(template, row, f"{request.prompts}, row {index}"), **others})
+            continue
         if column not in row:
             has = f"no column {column!r}; the row has: {', '.join(row)}"
             raise DataError(f"{request.prompts}, row {index}: {has}. Set --prompt-column")
         others = {_free_name(key, row): value for key, value in row.items() if key != column}
         rows.append({"prompt": row[column], **others})
     return rows
+
+
+def _in_template(text: str, template: str | None) -> str:
+    """A text prompt in the run's template, which must have one column."""
+    if template is None:
+        return text
+    columns = columns_of(template)
+    if len(columns) != 1:
+        raise ConfigError(
+            f"the run's data.prompt_template is made of the columns {', '.join(columns) or '(none)'}: give rows with "
+            "--prompts, or whole prompts with --prompt-column prompt"
+        )
+    return filled(template, {columns[0]: text}, "the command line")
 
 
 def _arguments(prompts: Sequence[str]) -> list[str]:
@@ -216,7 +287,7 @@ def render(request: Request, rows: Sequence[Row], tokenizer: Any, acting: Acting
             ``--system``.
         ConfigError: a chat template is needed and the tokenizer has none.
     """
-    has_template = bool(getattr(tokenizer, "chat_template", None))
+    has_template, own = bool(getattr(tokenizer, "chat_template", None)), request.settings.data
     for index, row in enumerate(rows):
         if not _is_text(row["prompt"]):
             raise DataError(f"{request.origin}, row {index}: the prompt is not UTF-8 text")
@@ -225,12 +296,19 @@ def render(request: Request, rows: Sequence[Row], tokenizer: Any, acting: Acting
                 f"{request.origin}, row {index}: the prompt is a list of messages, and the model's tokenizer has no "
                 "chat template: give strings, or a model that has one"
             )
-    as_chat = request.chat or request.system is not None or acting is not None
+    system = own.system_prompt if request.system is None else request.system
+    as_chat = request.chat or system is not None or acting is not None or own.format == "chat"
+    as_chat = as_chat or bool(own.chat_template_kwargs)
     if as_chat and not has_template:
         raise ConfigError(
             "--chat, --system, --tools and --environment need a chat template, and the model's tokenizer has none"
         )
-    config = DataConfig(format="chat" if as_chat else "auto", system_prompt=request.system)
+    config = DataConfig(
+        format="chat" if as_chat else "auto",
+        system_prompt=system,
+        chat_template=own.chat_template,
+        chat_template_kwargs=own.chat_template_kwargs,
+    )
     tools = acting.schemas_of if acting else None
     columns = rows if acting else [{"prompt": row["prompt"]} for row in rows]  # an environment's reset gets them
     return PromptSet(columns, tokenizer, config, name=request.origin, mixed=True, tools=tools)[:]

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from cohort.config import ModelConfig, RolloutConfig
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ModelError, NonFiniteError
 from cohort.generate.request import Request, flags_in_errors, read_rows, render, with_prefix, within_context
@@ -21,6 +20,7 @@ from cohort.generate.show import InOrder, Meter, TextStream, headline, record, t
 from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
 from cohort.runs import as_json
+from cohort.runs.chosen import model_of, run_of
 from cohort.types import Completion, FinishReason, Group
 
 BATCHES_PER_CALL = 4
@@ -56,15 +56,20 @@ class Job:
         sampling = request.sampling()
         self.acting = request.acting()
         self.rows = read_rows(request)
-        resolve_device(request.device or "auto")
+        self.loading, data = request.loading, request.settings.data
+        resolve_device(self.loading.device)
         _check_folder(request.model)
-        self.tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
+        self.model, self.note = model_of(request.model, request.checkpoint)
+        remote = self.loading.trust_remote_code
+        self.tokenizer = load_tokenizer(self.model, trust_remote_code=remote)
+        if data.chat_template is not None:
+            self.tokenizer.chat_template = data.chat_template
         self.turn_format: TurnFormat | None = None
         if self.acting:
-            ends = end_token_ids(request.model, self.tokenizer, trust_remote_code=request.trust_remote_code)
-            self.turn_format = self.acting.turn_format(self.tokenizer, ends)
+            ends = end_token_ids(self.model, self.tokenizer, trust_remote_code=remote)
+            self.turn_format = self.acting.turn_format(self.tokenizer, ends, data.chat_template_kwargs)
         self.prompts = render(request, self.rows, self.tokenizer, self.acting)
-        self.config = read_config(request.model, trust_remote_code=request.trust_remote_code)
+        self.config = read_config(self.model, trust_remote_code=remote)
         sampling = with_prefix(request, sampling, self.tokenizer, self.config)
         self.samplings = within_context(request, self.prompts, sampling, self.config)
 
@@ -88,6 +93,8 @@ class Job:
         if getattr(self.tokenizer, "chat_template", None) and not all(one.is_conversation for one in self.prompts):
             self._log("hint: the model has a chat template; --chat applies it to plain prompts")
         engine = self._engine()
+        if self.request.run:
+            self._log(f"{self.note or self.model}, with the settings of the run {self.request.run}")
         self._log(self.describe(engine))
         meter = Meter(self.total, shown=not self.streams and not self.request.quiet)
         with _interruptible() as interrupted, _opened(self.request) as file, meter:
@@ -113,20 +120,11 @@ class Job:
 
     def _engine(self) -> LocalEngine:
         """The sampling engine, with the model loaded as for training."""
-        given = self.request
-        device, precision = given.device or "auto", given.precision or "auto"
-        settings = ModelConfig(
-            device=device,
-            precision=precision,
-            trust_remote_code=given.trust_remote_code,
-            allow_pickled_weights=given.allow_pickled_weights,
-        )
-        policy = load_policy(given.model, settings, self.config)
-        limits = RolloutConfig(max_batch_size=given.batch_size, cache_tokens=given.cache_tokens)
-        return local_engine(policy, self.tokenizer, limits)
+        policy = load_policy(self.model, self.loading, self.config)
+        return local_engine(policy, self.tokenizer, self.request.limits)
 
     def _sample(self, engine: LocalEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
-        count, key = self.request.count, RNGKey(self.request.seed or 0, 0, Purpose.EVAL)
+        count, key = self.request.count, RNGKey(self.request.random_seed, 0, Purpose.EVAL)
         stream = TextStream(self.tokenizer) if self.streams else None
         if stream and self.request.prefix:  # its tokens are not drawn, so on_token is not called for them
             write_stdout("".join(map(stream.add, self.samplings[0].forced_ids)))
@@ -145,7 +143,7 @@ class Job:
         sampler: Sampler = engine
         if self.acting and self.turn_format:
             sampler = self.acting.sampler(engine, self.turn_format)
-        size = max(1, BATCHES_PER_CALL * self.request.batch_size // count)
+        size = max(1, BATCHES_PER_CALL * self.request.limits.max_batch_size // count)
         for first in range(0, len(self.prompts), size):
             prompts, samplings = self.prompts[first : first + size], self.samplings[first : first + size]
             if interrupted():
@@ -182,7 +180,7 @@ class Job:
             parts.append(f"for other prompts up to {longest}, as the context allows")
         if shortest.forced_ids:
             parts.append(f"prefix {self.request.prefix!r} ({len(shortest.forced_ids)} tokens)")
-        parts.append(f"seed {self.request.seed or 0}")
+        parts.append(f"seed {self.request.random_seed}")
         return "\n".join([engine.describe_model(), f"sampling: {', '.join(parts)}", engine.describe_ends()])
 
     def _log(self, text: str) -> None:
@@ -191,12 +189,12 @@ class Job:
 
 
 def _check_folder(model: str) -> None:
-    """Refuse a run folder, and name a checkpoint in it."""
+    """Refuse a folder of checkpoints that is no run's, and name a checkpoint in it."""
     folder = Path(model).expanduser()
-    if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
+    if run_of(folder) is None and (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
         steps = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: (len(path.name), path.name))
         hint = f"give one of its checkpoints, such as {steps[-1]}" if steps else "it has no checkpoint yet"
-        raise ModelError(f"{model} is the folder of a run: {hint}")
+        raise ModelError(f"{model} has checkpoints, and not the config.toml and objective.txt of a run: {hint}")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ also attends to the whole prefix, whose keys and values are computed once for al
 with j over the prefix's tokens and the sequence's tokens up to t. The native kernel computes both parts at once. With
 torch's kernels each part is computed by itself and the two are added by their log-sum-exps; in the backward pass each
 part receives the output and the log-sum-exp of the whole, so that its gradients are exact. On CUDA, flash.py does so
-with torch's flash attention of sequences that lie end to end.
+with torch's flash attention of sequences that lie end to end. A sink, a score per head that has no value, is a term of
+the log-sum-exp in the same way.
 
 Axis letters: T tokens, X prefix tokens, A attention heads (keys and values may have fewer), D head dimension, J and W
 sequences and width of a padded bucket.
@@ -29,7 +30,7 @@ from torch.nn import functional
 
 from cohort.native import call, load, require
 from cohort.policy.device import kind_of
-from cohort.policy.flash import can_flash, flash_attention
+from cohort.policy.flash import add_sinks, can_flash, flash_attention, sinks_gradient
 from cohort.policy.layout import NEVER, Continuation, Layout, Work
 
 
@@ -43,44 +44,55 @@ def packed_attention(
     prefix: tuple[Tensor, Tensor] | None = None,
     window: int | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
     native: bool = False,
     drawn_N: Tensor | None = None,
 ) -> Tensor:
     """Attention as the module describes it. Differentiable in all tensors, the prefixes included.
 
     Args:
-        q_ATD, k_ATD, v_ATD: of the tokens. The number of query heads is a multiple of that of keys and values. Tokens
-            after those of the layout are padding; their output is 0.
+        q_ATD, k_ATD, v_ATD: of the tokens. The number of query heads is a multiple of that of keys and values, whose
+            widths may differ. Tokens after those of the layout are padding; their output is 0.
         layout: which token belongs to which sequence and prefix.
         scaling: s, multiplies the scores.
         prefix: keys and values of the prefixes, ``[A, X, D]`` each, end to end.
         window: a token sees this many tokens, itself included. None: all tokens.
         cap: scores become ``cap * tanh(scores / cap)``. None: no cap.
+        sinks: a score of each head, ``[A]``, that takes part in the softmax and adds nothing to the output.
         native: whether to use the native kernel, which knows no cap, where each thread has an item of work.
         drawn_N: indices of the tokens whose output is needed; that of the others has no meaning. None: all tokens.
 
     Returns:
-        ``[A, T, D]``, in the dtype of ``v_ATD``.
+        ``[A, T, D]`` with the width of ``v_ATD``, in its dtype.
     """
     if window is not None and window >= layout.longest:
         window = None
     prefix_k, prefix_v = prefix or (None, None)
+    width, value_width = q_ATD.shape[-1], v_ATD.shape[-1]
+    if width != value_width:  # kernels want one width; zeros in both change neither scores nor outputs
+        require(prefix is None or prefix[1].shape[-1] == value_width, "prefixes alike")
+        wider = max(width, value_width)
+        q_ATD, k_ATD, v_ATD, *both = _widened(wider, q_ATD, k_ATD, v_ATD, *(prefix or ()))
+        return packed_attention(
+            q_ATD, k_ATD, v_ATD, layout, scaling=scaling, prefix=(both[0], both[1]) if both else None, window=window,
+            cap=cap, sinks=sinks, native=native, drawn_N=drawn_N,
+        )[..., :value_width]  # fmt: skip
     if native and cap is None and layout.work.items.shape[0] * k_ATD.shape[0] >= torch.get_num_threads():
         work = layout.work if drawn_N is None else layout.work._replace(drawn_before=_counted(drawn_N, layout.tokens))
-        whole: Tensor = _Native.apply(work, scaling, window, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
-        return whole
+        attended: Tensor = _Native.apply(work, scaling, window, sinks, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
+        return attended
     padding = q_ATD.shape[1] - layout.tokens
     q, k, v = (part[:, : layout.tokens] if padding else part for part in (q_ATD, k_ATD, v_ATD))
     kind = kind_of(q.device)
     out: Tensor
     if cap is None and kind == "cpu":
-        out = _TwoPart.apply(layout, scaling, window, q, k, v, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
+        out = _TwoPart.apply(layout, scaling, window, sinks, q, k, v, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
     elif cap is None and kind == "cuda" and can_flash(q, k, v):
-        out = flash_attention(q, k, v, prefix, layout, scaling, window)
+        out = flash_attention(q, k, v, prefix, layout, scaling, window, sinks)
     else:
         dtype, out_dtype = kernel_dtype(v), v.dtype
         q, k, v, prefix_k, prefix_v = _to(dtype, q, k, v, prefix_k, prefix_v)
-        out = explicit_attention(q, k, v, prefix_k, prefix_v, layout, scaling, window, cap).to(out_dtype)
+        out = explicit_attention(q, k, v, prefix_k, prefix_v, layout, scaling, window, cap, sinks).to(out_dtype)
     return functional.pad(out, (0, 0, 0, padding))
 
 
@@ -88,6 +100,11 @@ def kernel_dtype(like: Tensor) -> torch.dtype:
     """The dtype that torch computes attention in. On a CPU its backward pass is slower and less exact in bfloat16 than
     in float32."""
     return torch.promote_types(like.dtype, torch.float32) if kind_of(like.device) == "cpu" else like.dtype
+
+
+def _widened(width: int, *parts: Tensor) -> list[Tensor]:
+    """Tensors whose last axis has a width, with zeros at its end."""
+    return [functional.pad(part, (0, width - part.shape[-1])) for part in parts]
 
 
 def _to(dtype: torch.dtype, *parts: Any) -> list[Any]:
@@ -99,21 +116,23 @@ class _Native(torch.autograd.Function):
     """``packed_attention`` by the native kernel, whose tensors are ``[T, A, D]``."""
 
     @staticmethod
-    def forward(ctx: Any, work: Work, scaling: float, window: int | None, *given: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, work: Work, scaling: float, window: int | None, sinks: Tensor | None, *given: Tensor | None
+    ) -> Tensor:
         ctx.dtypes, ctx.rest = [part.dtype for part in given if part is not None], (work, scaling, window)
         tensors = *_by_token(*given[:3]), *_by_token(*given[3:])
-        out, lse = (
-            _zeros_after(tensors[0], _written(work)),
-            tensors[0].new_empty(tensors[0].shape[:2], dtype=torch.float32),
-        )
+        out = _zeros_after(tensors[0], _written(work))
+        lse = out.new_zeros(out.shape[:2], dtype=torch.float32)
         _attend_natively(ctx.rest, tensors, out=out, lse=lse)
-        ctx.save_for_backward(*tensors, out, lse)
+        if sinks is not None:
+            add_sinks(out, lse, sinks)
+        ctx.save_for_backward(*tensors, out, lse, sinks)
         return out.transpose(0, 1).to(ctx.dtypes[2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, out, lse, sinks = ctx.saved_tensors
         work, *_ = ctx.rest
         (grad,) = _by_token(grad.to(out.dtype))
         grads = [_zeros_after(part, _written(work)) for part in tensors[:3]]
@@ -124,7 +143,8 @@ class _Native(torch.autograd.Function):
         _attend_natively(ctx.rest, tensors, out=out, lse=lse, grad_out=grad, **named)
         summed = [*grads[:3], *(part[0] if len(part) == 1 else part.sum(0) for part in grads[3:])]
         found = [part.transpose(0, 1).to(dtype) for part, dtype in zip(summed, ctx.dtypes, strict=True)]
-        return None, None, None, *found, *([None] * (5 - len(found)))
+        grad_sinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks).sum(0).to(sinks.dtype)
+        return None, None, None, grad_sinks, *found, *([None] * (5 - len(found)))
 
 
 def _counted(drawn_N: Tensor, tokens: int) -> Tensor:
@@ -184,7 +204,9 @@ class _TwoPart(torch.autograd.Function):
     """``packed_attention`` by torch's fused kernels for CPUs, which keep no scores."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, scaling: float, window: int | None, *given: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, layout: Layout, scaling: float, window: int | None, sinks: Tensor | None, *given: Tensor | None
+    ) -> Tensor:
         # Tensors are saved as they came: half precision needs half the memory.
         dtype, out_dtype = kernel_dtype(given[2]), given[2].dtype  # type: ignore[arg-type, union-attr]
         q, k, v, prefix_k, prefix_v = _to(dtype, *given)
@@ -207,15 +229,17 @@ class _TwoPart(torch.autograd.Function):
                 out[0], (lse[0] - whole).exp_()[..., None].to(out.dtype)
             )
             lse_AT[:, part.tokens] = whole
+        if sinks is not None:
+            add_sinks(out_ATD, lse_AT, sinks[:, None])
         out_ATD = out_ATD.to(out_dtype)
-        ctx.save_for_backward(*given, out_ATD, lse_AT)
+        ctx.save_for_backward(*given, out_ATD, lse_AT, sinks)
         ctx.rest = layout, scaling, window
         return out_ATD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ATD: Tensor) -> tuple[Tensor | None, ...]:
-        *given, out_ATD, lse_AT = ctx.saved_tensors
+        *given, out_ATD, lse_AT, sinks = ctx.saved_tensors
         layout, scaling, window = ctx.rest
         q, k, v, prefix_k, prefix_v, out_ATD, grad_ATD = _to(kernel_dtype(given[2]), *given, out_ATD, grad_ATD)
         totals = [torch.empty_like(part) for part in (q, k, v)]
@@ -241,7 +265,10 @@ class _TwoPart(torch.autograd.Function):
                 of_prefix[1][:, part.prefix] += grads[2][0]
             totals += of_prefix
         found = [total.to(part.dtype) for total, part in zip(totals, given, strict=False)]
-        return None, None, None, *found, *([None] * (5 - len(found)))
+        grad_sinks = None
+        if sinks is not None:
+            grad_sinks = sinks_gradient(grad_ATD, out_ATD, lse_AT, sinks[:, None]).sum(1).to(sinks.dtype)
+        return None, None, None, grad_sinks, *found, *([None] * (5 - len(found)))
 
 
 def _window_mask(length: int, window: int | None, like: Tensor) -> Tensor | None:
@@ -305,6 +332,7 @@ def explicit_attention(
     scaling: float,
     window: int | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``packed_attention`` by its formula, sequence by sequence: for soft caps, which the fused kernels do not have,
     for float32 on CUDA, and as a reference for tests. Its memory grows with the number of scores."""
@@ -324,6 +352,9 @@ def explicit_attention(
         scores = (q[:, tokens] @ keys.repeat_interleave(share, 0).mT).to(wide) * scaling
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)
-        weights = functional.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1).to(values.dtype)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(wide)[:, None, None].expand(-1, length, 1)], dim=-1)
+        weights = functional.softmax(scores, dim=-1)[..., : first + length].to(values.dtype)
         outs.append(weights @ values.repeat_interleave(share, 0))
     return torch.cat(outs, dim=1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cohort.parallel.full import call_gathered
 from cohort.policy.compute import ComputeModel
 from cohort.policy.parts import UnsupportedModel, need
-from cohort.policy.passes import Hidden, PackedPass, base_of, recomputed_in
+from cohort.policy.passes import Hidden, Mixing, base_of, recomputed_in
 from cohort.policy.recurrent_layers import ARGUMENT, find_mixers, replaced
 
 INTERFACE = ARGUMENT
@@ -22,10 +22,14 @@ LENGTH_ROPES = frozenset({"dynamic", "longrope"})
 """Rotary embeddings that depend on the longest sequence of a pass. Beyond a length that no trial reaches, a prompt read
 by itself has other keys than with a completion after it."""
 
+CHOOSING = ("indexed", "compressed")
+"""Words in the types of layers that leave out or summarise tokens, of texts that are longer than a trial's."""
 WINDOWS = ("sliding_window", "attention_chunk_size")
 """Settings of a config that hide tokens from some layers."""
-BIASES = frozenset({"s_aux", "position_bias", "head_mask"})
+BIASES = frozenset({"position_bias", "head_mask"})
 """Arguments of transformers' attention functions that change scores."""
+SINKS = "s_aux"
+"""The argument that has a score of each head without a value."""
 UNUSED = frozenset({"position_ids", "cache_position"})
 """Arguments that reach attention functions and change nothing: queries and keys are rotated already. Any other tensor
 changes what is computed, perhaps only beyond the lengths of a trial."""
@@ -51,14 +55,14 @@ class CustomAttention:
         supported = getattr(self._base, "_supports_attention_backend", False) or self._mixers
         need(bool(supported), "its attention cannot be replaced")
         kinds = getattr(self._base.config.get_text_config(), "layer_types", None) or ()
-        need("indexed_attention" not in kinds, "its layers choose the keys of each token")
+        need(not any(word in kind for kind in kinds for word in CHOOSING), "its layers choose the keys of each token")
         for name in sorted(LENGTH_ROPES & _rotary_types(self._base)):
             raise UnsupportedModel(f"its rotary embedding is {name!r}, which changes with the sequence's length")
         from transformers import AttentionInterface
 
         AttentionInterface.register(INTERFACE, _attention)
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: Mixing) -> Hidden:
         """See ``Body``."""
         decoder = self._base.get_decoder()
         arguments: dict[str, Any] = {"output_router_logits": True} if self.model.router_aux_loss_coef else {}
@@ -102,21 +106,24 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Packed attention with the signature of transformers' attention functions."""
-    packed: PackedPass | None = others.get(INTERFACE)
+    packed: Mixing | None = others.get(INTERFACE)
     if packed is None:
         raise UnsupportedModel("it does not hand arguments on to its attention")
     need(not dropout, "attention has dropout")
     need(getattr(module, "is_causal", True), "attention is not causal")
     need(_mask is None, "its layers hide tokens with masks of their own")
     need("attention_mask" not in others, "it calls its attention in a way of its own")
-    tensors = {name for name, value in others.items() if isinstance(value, Tensor)} - UNUSED
-    need(not tensors & BIASES, "attention has sinks or biases")
+    tensors = {name for name, value in others.items() if isinstance(value, Tensor)} - UNUSED - {SINKS}
+    need(not tensors & BIASES, "attention has biases")
+    need(query.shape[2] == key.shape[2] == value.shape[2], "its attention reads keys of its own")
     need(not tensors, f"its attention takes {', '.join(sorted(tensors))}, which packed attention does not know")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = others.get("sliding_window")
     known = "sliding_window" in others or not any(getattr(module.config, name, None) for name in WINDOWS)
     need(known, "which of its layers see only part of the tokens is not known")
-    out_ATD = packed.attend(module.layer_idx, query[0], key[0], value[0], scaling, window, softcap)
+    out_ATD = packed.attend(
+        module.layer_idx, query[0], key[0], value[0], scaling, window, softcap, None, others.get(SINKS)
+    )
     return out_ATD.transpose(0, 1)[None].contiguous(), None
 
 

@@ -36,6 +36,7 @@ def flash_attention(
     layout: Layout,
     scaling: float,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``attention.packed_attention`` of tensors for which ``can_flash`` holds, without padding after the tokens."""
     spans = layout.own_spans
@@ -46,7 +47,7 @@ def flash_attention(
             torch.cat([before, own], dim=1)[:, spans.keys] for before, own in ((prefix_k, k_ATD), (prefix_v, v_ATD))
         )
         prefix_k = prefix_v = None
-    out: Tensor = _Flash.apply(layout, spans, scaling, window, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
+    out: Tensor = _Flash.apply(layout, spans, scaling, window, sinks, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -55,7 +56,13 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layout: Layout, spans: Spans, scaling: float, window: int | None, *given: Tensor | None
+        ctx: Any,
+        layout: Layout,
+        spans: Spans,
+        scaling: float,
+        window: int | None,
+        sinks: Tensor | None,
+        *given: Tensor | None,
     ) -> Tensor:
         q, k, v, prefix_k, prefix_v = _by_token(*given)
         out, lse_AT = _attend(q, k, v, spans, scaling, causal=True, window=window)
@@ -69,17 +76,20 @@ class _Flash(torch.autograd.Function):
             own_share, prefix_share = ((part - whole).exp().T[..., None] for part in (own_lse, prefix_lse))
             out[where] = (out[where] * own_share + prefix_out * prefix_share).to(out.dtype)
             lse_AT[:, where] = whole
-        ctx.save_for_backward(*given, out, lse_AT)
+        if sinks is not None:
+            add_sinks(out, lse_AT.T, sinks)
+        ctx.save_for_backward(*given, out, lse_AT, sinks)
         ctx.rest = layout, spans, scaling, window
         return out.transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ATD: Tensor) -> tuple[Tensor | None, ...]:
-        *given, out, lse_AT = ctx.saved_tensors
+        *given, out, lse_AT, sinks = ctx.saved_tensors
         layout, spans, scaling, window = ctx.rest
         q, k, v, prefix_k, prefix_v = _by_token(*given)
         grad = grad_ATD.transpose(0, 1).contiguous()
+        grad_sinks = None if sinks is None else sinks_gradient(grad, out, lse_AT.T, sinks).sum(0).to(sinks.dtype)
         grads = list(_attend_backward(grad, q, k, v, out, lse_AT, spans, scaling, causal=True, window=window))
         if prefix_k is not None:
             parts = layout.prefix_spans
@@ -92,7 +102,26 @@ class _Flash(torch.autograd.Function):
             for total, piece, index in zip(totals, found, (parts.queries, parts.keys, parts.keys), strict=True):
                 _add_at(total, piece, index)
         by_head = [each.transpose(0, 1) for each in grads]
-        return None, None, None, None, *by_head, *([None] * (5 - len(by_head)))
+        return None, None, None, None, grad_sinks, *by_head, *([None] * (5 - len(by_head)))
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Let sinks take part in the softmax of attention, in place: ``out`` is what the weights of the values are left,
+    ``lse`` is the log-sum-exp with the sinks.
+
+    Args:
+        out: ``[..., D]``.
+        lse: ``[...]``.
+        sinks: broadcastable to ``lse``.
+    """
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype))
+    out.mul_((lse - whole).exp_()[..., None].to(out.dtype))
+    lse.copy_(whole)
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The share of each token in the gradient of the sinks, ``-exp(sink - lse) (grad . out)``, after ``add_sinks``."""
+    return -(sinks.to(lse.dtype) - lse).exp() * (grad.to(lse.dtype) * out).sum(-1)
 
 
 def _by_token(*parts: Tensor | None) -> list[Any]:

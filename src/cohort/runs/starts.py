@@ -1,17 +1,19 @@
 """``starts.jsonl`` of a run folder: a line for each process that started or resumed the run, with what it was given.
 
 {"time": ..., "step": 0, "steps": 400, "folder": "/home/me", "overrides": ["run.max_steps"], "missing":
-{"train_dataset": "rows in memory"}, "begun_by": "", "facts": {...}}
+{"train_dataset": "rows in memory"}, "begun_by": "", "commit": "1f0c...-dirty", "facts": {...}}
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,18 @@ def _working_directory() -> str:
     try:
         return str(Path.cwd())
     except OSError:  # it has been removed
+        return ""
+
+
+@cache
+def _commit(folder: str) -> str:
+    """The commit of a folder, with "-dirty" after it if files differ from it; empty outside of git."""
+    command = ["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, check=True, text=True, timeout=5, cwd=folder or None
+        ).stdout.strip()
+    except (OSError, ValueError, subprocess.SubprocessError):  # no git, no repository, or one that takes long
         return ""
 
 
@@ -66,7 +80,8 @@ class Start:
     def line(self, step: int, steps: int, facts: Mapping[str, str]) -> dict[str, Any]:
         """The line of a start after ``step`` of the run's ``steps``."""
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return {"time": when, "step": step, "steps": steps, **asdict(self), "facts": dict(facts)}
+        commit = _commit(self.folder)
+        return {"time": when, "step": step, "steps": steps, **asdict(self), "commit": commit, "facts": dict(facts)}
 
 
 def last_start(run: Path) -> Start:
@@ -122,8 +137,9 @@ def with_whole_names(config: GRPOConfig, names: Collection[str]) -> GRPOConfig:
 
 
 def _whole(value: Any, *, any_file: bool) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _whole(one, any_file=any_file) for key, one in value.items()}
+    if isinstance(value, Mapping):  # of a source of data, only its path is a name of a file
+        files = {key for key in value if any_file and ("path" not in value or key == "path")}
+        return {key: _whole(one, any_file=key in files) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_whole(one, any_file=any_file) for one in value)
     if not isinstance(value, str):
