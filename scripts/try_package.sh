@@ -40,6 +40,8 @@ step "$cohort" doctor my.toml
 step "$cohort" train my.toml
 step "$cohort" eval run --data.eval cohort:addition --data.eval_rows 8
 step "$cohort" report run
+step "$cohort" new
+step "$cohort" new gsm8k
 
 cd "$work/source"
 export PYTHONPATH=$work/source/src # the dependencies of the clone's environment
