@@ -21,15 +21,9 @@ from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_
 from cohort.data import Data, load_sets
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
-<<<<<<< HEAD
-from cohort.errors import ConfigError, DataError, ModelError, NonFiniteError, RunFolderError
+from cohort.errors import ConfigError, DataError, NonFiniteError
 from cohort.evaluation.evaluate import Evaluation, Evaluator, Success, check_settings
 from cohort.evaluation.show import compared, show, write_pass_rates, write_rows, write_summary
-=======
-from cohort.errors import ConfigError, DataError, NonFiniteError
-from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
-from cohort.evaluation.show import compared, show, write_rows, write_summary
->>>>>>> main
 from cohort.flags import EvalFlags
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner
