@@ -81,7 +81,8 @@ def scores(model: Any, tokenizer: Any, batch: Sequence[tuple[str, str, str]]) ->
     talks = [[{"role": "user", "content": q}, {"role": "assistant", "content": text}] for q, text in turns]
     texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
     inputs = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt")
-    return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
+    logits: torch.Tensor = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    return logits[:, 0]
 
 
 if __name__ == "__main__":
