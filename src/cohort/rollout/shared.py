@@ -26,7 +26,7 @@ from cohort.policy.passes import Hidden, KeysValues, PackedPass, StateKey
 from cohort.policy.recurrent import Recurrence
 from cohort.rollout import cache as storage
 from cohort.rollout.backend import Backend, texts_together
-from cohort.rollout.cache import TOKEN_MULTIPLE, GroupCache
+from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.group_attention import attend_in_two_parts
 from cohort.rollout.native.recurrent import STEPS, convolve_step
@@ -141,7 +141,7 @@ class SharedBackend(Backend):
         step = Step(self.cache, self.states, layout, self._layers, native=self._native)
         ids_T = functional.pad(tokens_S, (0, layout.padding))
         hidden = self._body(ids_T, layout.positions, step)
-        return self._head.logits(hidden.states)
+        return self._head.logits(hidden.states, multiple=ROW_MULTIPLE)
 
     @torch.no_grad()
     def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
