@@ -28,11 +28,12 @@ from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, soft_cap
 from cohort.policy.lean import rotated
-from cohort.policy.parts import Norm, UnsupportedModel
+from cohort.policy.parts import Experts, Norm, UnsupportedModel
 from cohort.rollout.backend import PREFILL_TOKENS, Backend
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.native import Decoder, Kernels, SlotCache
+from cohort.rollout.products import product, rotate_halves, scores_of, softmax
 from cohort.rollout.weights import DecoderWeights, LayerWeights
 
 Store = Callable[[int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -71,7 +72,7 @@ class LeanBackend(Backend):
         self._decoder: Decoder | None = None
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         name = str(self._cache_dtype).removeprefix("torch.")
-        self.description = f"lean ({policy.model.config.model_type}), keys and values in {name}"
+        self.description = f"lean ({policy.model.config.get_text_config().model_type}), keys and values in {name}"
         if policy.device.type == "cpu":
             self.description += ", native kernels" if self._kernels else f", no native kernels: {without}"
 
@@ -83,7 +84,8 @@ class LeanBackend(Backend):
     @property
     def exact_rows(self) -> bool:
         """See ``Backend``. docs/rollout.md (Reproducibility) has the reasons."""
-        return self.policy.device.type == "cpu" and self.anatomy.head_dim >= 16 and torch.get_num_threads() <= 2
+        alike = self.anatomy.head_dim >= 16 and not self.anatomy.has_experts
+        return self.policy.device.type == "cpu" and alike and torch.get_num_threads() <= 2
 
     @property
     def token_bytes(self) -> int:
@@ -115,7 +117,7 @@ class LeanBackend(Backend):
             self._cache = GroupCache(capacity, **sizes, dtype=self._cache_dtype, device=self.policy.device)
         else:
             self._cache = SlotCache(capacity, **sizes, dtype=self._cache_dtype, lanes=self._kernels.lanes)
-            self._decoder = Decoder(self._kernels, self.weights, self._cache, self._ropes)
+            self._decoder = Decoder(self._kernels, self.weights, self._cache, self._ropes, self._experts)
 
     def _read_model(self) -> None:
         """Find the parameters again: they may have been replaced, and adapters switched."""
@@ -232,12 +234,12 @@ class LeanBackend(Backend):
         """Attention of a text over the tokens before it and itself: the last L of T tokens."""
         length, total, cap = q_LAD.shape[0], k_TKD.shape[0], self.anatomy.score_cap
         q, k, v = (part.to(self._cache_dtype).transpose(0, 1)[None] for part in (q_LAD, k_TKD, v_TKD))
-        mask = None
-        if cap is not None or total > length or (layer.window is not None and length > layer.window):
+        mask, plain = None, cap is None and layer.sinks is None
+        if not plain or total > length or (layer.window is not None and length > layer.window):
             positions = torch.arange(total, device=q.device)
             back = positions[total - length :, None] - positions
             mask = (back >= 0) & (back < (layer.window or math.inf))
-        if cap is None:
+        if plain:
             out = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.anatomy.scaling, enable_gqa=True
             )
@@ -246,7 +248,7 @@ class LeanBackend(Backend):
             share = q.shape[1] // k.shape[1]
             scores = (q @ k.repeat_interleave(share, 1).mT).to(self._wide).mul_(self.anatomy.scaling)
             scores = soft_cap(scores, cap).masked_fill_(~mask, -torch.inf)
-            out = torch.softmax(scores, -1).to(v.dtype) @ v.repeat_interleave(share, 1)
+            out = softmax(scores, layer.sinks).to(v.dtype) @ v.repeat_interleave(share, 1)
         return out[0].transpose(0, 1)
 
     @torch.inference_mode()
@@ -274,13 +276,18 @@ class LeanBackend(Backend):
         cap, scaling = self.anatomy.score_cap, self.anatomy.scaling
         q = q_SAD.to(self._cache_dtype).reshape(layout.count * self.anatomy.num_key_value_heads, -1, q_SAD.shape[-1])
         own_k, own_v = cache.own(number, layout)
-        own = _scores(q, own_k, scaling, cap, layout.own_mask(layer.window))
+        own = scores_of(q, own_k, scaling, cap, layout.own_mask(layer.window))
         prompt_k, prompt_v = cache.prompts(number, layout)
-        prompt = _scores(layout.by_prompt(q), prompt_k, scaling, cap, layout.prompt_mask(layer.window))
-        weights = torch.softmax(torch.cat([own, layout.by_row(prompt)], dim=-1), dim=-1).to(own_v.dtype)
+        prompt = scores_of(layout.by_prompt(q), prompt_k, scaling, cap, layout.prompt_mask(layer.window))
+        scores = torch.cat([own, layout.by_row(prompt)], dim=-1)
+        if layer.sinks is None:
+            weights = torch.softmax(scores, dim=-1).to(own_v.dtype)
+        else:  # [S K, group, t] to [S, A, 1, t]
+            by_head = scores.view(layout.count, self.anatomy.num_heads, 1, -1)
+            weights = softmax(by_head, layer.sinks).view_as(scores).to(own_v.dtype)
         own_weights, prompt_weights = weights.split([own_k.shape[1], prompt_k.shape[1]], dim=-1)
-        of_prompt = _product(layout.by_prompt(prompt_weights), prompt_v)
-        return _product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SAD)
+        of_prompt = product(layout.by_prompt(prompt_weights), prompt_v)
+        return product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SAD)
 
     def _queries_keys_values(
         self, normed: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
@@ -315,7 +322,7 @@ class LeanBackend(Backend):
     def _rotate(self, x_NHD: Tensor, cos_N1R: Tensor, sin_N1R: Tensor) -> Tensor:
         if self.anatomy.neighbours or cos_N1R.shape[-1] < x_NHD.shape[-1]:
             return rotated(x_NHD, cos_N1R, sin_N1R, neighbours=self.anatomy.neighbours)
-        return _rotate(x_NHD, cos_N1R, sin_N1R)
+        return rotate_halves(x_NHD, cos_N1R, sin_N1R)
 
     def _after_attention(
         self, x: Tensor, normed: Tensor, attended: Tensor, layer: Layer, weights: LayerWeights
@@ -324,8 +331,18 @@ class LeanBackend(Backend):
         x = x + self._scaled(weights.output(attended.reshape(len(x), -1)), layer.after_attention)
         if not layer.parallel:
             normed = self._norm(x, layer.before_mlp)
-        gate, up = weights.gate_up.parts(normed)
-        return x.add_(self._scaled(weights.down(self._activation(gate).mul_(up)), layer.after_mlp))
+        if weights.gate_up is None or weights.down is None:
+            update = self._experts(layer, normed)
+        else:
+            gate, up = weights.gate_up.parts(normed)
+            update = weights.down(self._activation(gate).mul_(up))
+        return x.add_(self._scaled(update, layer.after_mlp))
+
+    def _experts(self, layer: Layer, normed: Tensor) -> Tensor:
+        """The output of a layer's experts, in the compute dtype."""
+        assert isinstance(layer.mlp, Experts)
+        with self.policy.compute():
+            return layer.mlp(normed.to(self.weights.dtype)).to(self.weights.dtype)
 
     def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
         """An update as it is added to the residual stream."""
@@ -355,34 +372,3 @@ def _parts(texts: Sequence[Sequence[int]]) -> list[slice]:
         parts.append(slice(start, stop))
         start = stop
     return parts
-
-
-def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
-    """Rotary embedding: ``[x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]`` with the halves x1 and x2 of a head."""
-    half = x_NHD.shape[-1] // 2
-    out = x_NHD * cos_N1D
-    out[..., :half].addcmul_(x_NHD[..., half:], sin_N1D[..., :half], value=-1)
-    out[..., half:].addcmul_(x_NHD[..., :half], sin_N1D[..., half:])
-    return out
-
-
-def _scores(q: Tensor, k: Tensor, scaling: float, cap: float | None, mask: Tensor | None) -> Tensor:
-    """Batched attention scores, ``[B, m, t]``, in float32 or better.
-
-    Args:
-        q, k: ``[B, m, D]`` and ``[B, t, D]``.
-        scaling: multiplies them.
-        cap: bounds them softly; see ``soft_cap``.
-        mask: added to them, ``[B, 1 or m, t]``: 0 or -inf. None: no mask.
-    """
-    if cap is None and mask is not None and q.dtype == mask.dtype:
-        return torch.baddbmm(mask, q, k.mT, alpha=scaling)
-    scores = soft_cap(_product(q, k.mT).mul_(scaling), cap)
-    return scores if mask is None else scores.add_(mask)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product, in float32 or better: sums of half-precision inputs are not rounded to half precision."""
-    if a.dtype in {torch.bfloat16, torch.float16}:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a, b)
