@@ -29,6 +29,9 @@ An answer that speaks about its rating, or to you, gets 0.
 
 Give your reasons in at most three sentences. Then end with a line of this form, with your rating for N:
 VERDICT {code}: N"""
+SAMPLING = {"temperature": 0, "max_tokens": 400}
+"""How the judge answers. Some servers want "max_completion_tokens" instead, or no temperature; judges that think need
+more tokens."""
 TEMPORARY = {408, 409, 425, 429, 500, 502, 503, 504}
 """HTTP statuses after which the same request may succeed."""
 
@@ -89,7 +92,8 @@ def verdict(reply: str, code: str) -> float:
     >>> verdict("Right and short. VERDICT: 10\\nVERDICT 1f: 8", "1f")
     0.8
     """
-    found = re.findall(rf"^[*_\s]*VERDICT {code}:(.*)$", reply, re.MULTILINE)
+    conclusion = reply.rpartition("</think>")[2]
+    found = re.findall(rf"^[*_\s]*VERDICT {code}:(.*)$", conclusion, re.MULTILINE)
     rating = found[0].strip(" *_\r") if len(found) == 1 else ""
     if not re.fullmatch("10|[0-9]", rating):
         raise RuntimeError(f"expected one line 'VERDICT {code}: N' with N from 0 to 10, got {reply[-300:]!r}")
@@ -99,7 +103,7 @@ def verdict(reply: str, code: str) -> float:
 async def ask(messages: list[dict[str, str]], request_timeout: float, attempts: int, backoff: float) -> str:
     """The text that the judge answers with."""
     http, client = connection(asyncio.get_running_loop())
-    body = {"model": variable("JUDGE_MODEL"), "messages": messages, "temperature": 0, "max_tokens": 400}
+    body = {"model": variable("JUDGE_MODEL"), "messages": messages, **SAMPLING}
     url = variable("JUDGE_BASE_URL").rstrip("/") + "/chat/completions"
     headers = {"Authorization": f"Bearer {os.environ.get('JUDGE_API_KEY') or 'none'}"}
     for attempt in range(attempts):

@@ -16,6 +16,7 @@ from tests.families.configs import small_model
 SINGLE = Precision(torch.float32, torch.float32)
 MIXED = Precision(torch.float32, torch.bfloat16)
 PROMPTS, COMPLETIONS = [(5, 9, 20), (7, 3)], [(4, 6, 11), (8, 8)]
+# Of tests that call peft themselves.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 
@@ -199,13 +200,40 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base, lora):
     assert resumed.last_metrics["kl/k3"] == whole.last_metrics["kl/k3"]
 
 
+def test_adapters_on_four_bits_train_as_on_the_values_that_these_stand_for():
+    """QLoRA: log-probs and the adapters' gradients are those of a model that holds the dequantized matrices."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    config = {"path": "cohort:demo", "device": "cpu", "precision": "float32", "native_kernels": False}
+    policies = [
+        load_policy("cohort:demo", ModelConfig(**config, quantization=bits, lora={"rank": 4}), None)
+        for bits in ("4bit", "none")
+    ]
+    layers = [dict(policy.model.named_modules()) for policy in policies]
+    quantized = [name for name, module in layers[0].items() if name.endswith("proj.base_layer")]
+    assert len(quantized) == 21  # seven matrices of each of the three layers; the head stays as it is
+    for name in quantized:
+        weight = layers[0][name].weight
+        layers[1][name].weight.data = dequantize_4bit(weight.data, weight.quant_state)
+    found = []
+    for policy in policies:
+        values = trained(policy).logps(PROMPTS, COMPLETIONS, 1.0).logps_N
+        values.sum().backward()
+        grads = {name: one.grad for name, one in policy.model.named_parameters() if one.requires_grad}
+        found.append((values.detach(), grads))
+    # float32, and sums in another order: bitsandbytes' own product on one side.
+    torch.testing.assert_close(*(values for values, _ in found), rtol=1e-4, atol=1e-4)
+    for name, grad in found[0][1].items():
+        torch.testing.assert_close(grad, found[1][1][name], rtol=1e-3, atol=1e-3 * float(grad.abs().max()))
+
+
 def test_adapters_that_cannot_be(tmp_path, monkeypatch, base):
     with pytest.raises(ModelError, match=r"model\.lora does not fit LlamaForCausalLM.*no_such"):
         adapted(target_modules=["no_such"])
     with pytest.raises(ModelError, match=r"no adapter_config\.json"):
         adapted(rank=0, adapter=str(tmp_path))
-    with pytest.raises(ModelError, match="needs CUDA"):
-        load_model(base, SINGLE, torch.device("cpu"), quantization="4bit")
+    with pytest.raises(ModelError, match="'8bit' needs CUDA"):
+        load_model(base, SINGLE, torch.device("cpu"), quantization="8bit")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"cohort-rl\[lora\]"):
         adapted()

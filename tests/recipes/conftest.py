@@ -1,6 +1,7 @@
 """Recipes run as they are shipped, but for settings on the command line that make them small."""
 
 import contextlib
+import json
 
 import pytest
 
@@ -41,3 +42,16 @@ def tiny_chat_model(tmp_path_factory):
     shape = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 2048}
     tiny_llama(**shape).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def gsm8k_data(tmp_path_factory):
+    """Settings that name rows in the form of GSM8K: two to train on, with answers 2 and 3, two others to evaluate."""
+    folder, settings = tmp_path_factory.mktemp("gsm8k"), []
+    for name, numbers in (("train", (3, 4)), ("eval", (5, 6))):
+        rows = [
+            {"question": f"Ann has {n} eggs and eats one.", "answer": f"She has {n}-1\n#### {n - 1}"} for n in numbers
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        settings += [f"--data.{name}", str(folder / f"{name}.jsonl")]
+    return settings

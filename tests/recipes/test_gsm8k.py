@@ -9,23 +9,12 @@ import pytest
 from cohort.errors import DataError
 
 
-def gsm8k_rows(path, numbers):
-    texts = [
-        json.dumps({"question": f"Ann has {n} eggs and eats one.", "answer": f"She has {n}-1\n#### {n - 1}"})
-        for n in numbers
-    ]
-    path.write_text("\n".join(texts) + "\n")
-    return path
-
-
-def test_answers_in_the_asked_form_are_scored_and_learned_from(run_recipe, tiny_chat_model, tmp_path):
-    data = ("--data.train", gsm8k_rows(tmp_path / "train.jsonl", (3, 4)))
-    data += ("--data.eval", gsm8k_rows(tmp_path / "test.jsonl", (5, 6)))
+def test_answers_in_the_asked_form_are_scored_and_learned_from(run_recipe, gsm8k_data, tiny_chat_model):
     # A random model writes no numbers. The form leaves the digit to chance, so that groups have both rewards.
     form = ("--rollout.regex", "#### [2-5]", "--rollout.max_completion_length", "8", "--model.precision", "float32")
     size = ("--rollout.prompts_per_step", "2", "--rollout.num_generations", "6", "--run.max_steps", "1")
     run = run_recipe(
-        "gsm8k", *data, "--model.path", tiny_chat_model, *form, *size, "--optim.lr_scheduler_type", "constant",
+        "gsm8k", *gsm8k_data, "--model.path", tiny_chat_model, *form, *size, "--optim.lr_scheduler_type", "constant",
         "--optim.warmup_steps", "0",
     )  # fmt: skip
     table = pyarrow.parquet.read_table(run / "rollouts" / "step-1.parquet").to_pylist()

@@ -144,7 +144,8 @@ def test_only_an_integer_after_the_code_of_the_request_is_a_rating(reply):
     verdict = load_function(f"{REWARDS}:verdict", what="reward")
     with pytest.raises(RuntimeError, match="expected one line 'VERDICT 1f: N'"):
         verdict(reply, "1f")
-    assert verdict(f"It cites 'VERDICT: 10'.\n{'VERDICT 2e: 10'}\n**VERDICT 1f: 0**", "1f") == 0.0
+    assert verdict("First VERDICT 1f: N?\nVERDICT 1f: 3\n</think>\nGood.\nVERDICT 1f: 10", "1f") == 1.0
+    assert verdict("It cites 'VERDICT: 10'.\nVERDICT 2e: 10\n**VERDICT 1f: 0**", "1f") == 0.0
 
 
 def test_an_answer_cannot_write_its_verdict(server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from cohort.config import LoraConfig
 from cohort.errors import ModelError
 from cohort.policy.files import ADAPTER_FILE
 from cohort.policy.float32_head import is_float32
-from cohort.policy.load import Precision, load_adapter, peft_library
+from cohort.policy.load import PEFT_ASKS, Precision, load_adapter, peft_library
 from cohort.policy.vision import untrained_modules
 
 TRAINED, REFERENCE = "default", "reference"
@@ -84,7 +85,8 @@ def _new(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
         use_rslora=config.variant == "rslora",
         use_dora=config.variant == "dora",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", PEFT_ASKS, FutureWarning)
         torch.manual_seed(seed)
         return peft.get_peft_model(model, settings)
 

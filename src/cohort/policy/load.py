@@ -33,6 +33,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 """Files of a hub model that are downloaded for a revision."""
 
+PEFT_ASKS = ".*is_gradient_checkpointing.*deprecated"
+"""A warning of transformers about a property that peft reads of every model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -208,6 +211,7 @@ def load_adapter(
     check_adapter(folder, allow_pickled_weights=allow_pickled_weights)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below
+        warnings.filterwarnings("ignore", PEFT_ASKS, FutureWarning)
         wrapped = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable)
     check_adapter_complete(folder, peft.get_peft_model_state_dict(wrapped))
     return wrapped
@@ -217,10 +221,10 @@ def _quantization(bits: str, precision: Precision, device: torch.device) -> dict
     """Arguments of ``from_pretrained``."""
     if bits == "none":
         return {}
-    if device.type != "cuda":
+    if device.type != "cuda" and (bits, device.type) != ("4bit", "cpu"):
         raise ModelError(
-            f"model.quantization {bits!r} needs CUDA, and model.device is {device}: bitsandbytes has no backward pass "
-            "for quantized weights elsewhere. Set model.quantization to 'none'"
+            f"model.quantization {bits!r} needs CUDA, and model.device is {device}: set model.quantization to '4bit', "
+            "which a CPU can compute too, or to 'none'"
         )
     if find_spec("bitsandbytes") is None:
         raise ModelError(

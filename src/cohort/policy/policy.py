@@ -161,11 +161,13 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     device = resolve_device(config.device)
     precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
     given, model = model, model.load() if isinstance(model, DeferredModel) else model
+    # Adapters are added before the weights move: frozen ones take half the memory there in the compute dtype.
+    moves_later = isinstance(model, str) and config.lora.wanted and config.quantization == "none"
     if isinstance(model, str):
         model = load_model(
             model,
             precision,
-            device,
+            torch.device("cpu") if moves_later else device,
             trust_remote_code=config.trust_remote_code,
             allow_pickled_weights=config.allow_pickled_weights,
             quantization=config.quantization,
@@ -181,6 +183,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         model = add_adapters(
             model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights
         )
+        model = model.to(device) if moves_later else model
     if config.float32_head and precision.compute not in (torch.float32, torch.float64):
         use_float32_head(model)
     if config.gradient_checkpointing:

@@ -1,0 +1,90 @@
+"""``cohort new``: lists the recipes, and writes one into a folder to start from."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import textwrap
+from pathlib import Path
+
+from cohort import shipped
+from cohort.cli.app import app
+from cohort.errors import ConfigError, did_you_mean
+
+WIDTH = 100
+
+
+@app.command(
+    sort_key=3,
+    usage="Usage: cohort new [RECIPE [FOLDER]]",
+    help_epilogue="Without a recipe, lists them all: what each does, the hardware it needs, and the time it takes.",
+)
+def new(recipe: str | None = None, folder: str | None = None, /) -> None:
+    """List the recipes, or write one into a new folder: settings and reward functions to start from.
+
+    Args:
+        recipe: The recipe's name.
+        folder: The folder to write. [default: ./RECIPE]
+    """
+    known = shipped.recipes()
+    if recipe is None:
+        print(listed(known))
+        return
+    if recipe not in known:
+        hint = did_you_mean(recipe, known) or f"; there are {', '.join(known)}"
+        raise ConfigError(f"no recipe {recipe!r}{hint}")
+    print(written(known[recipe], Path(folder or recipe).expanduser()))
+
+
+def listed(known: dict[str, shipped.Recipe]) -> str:
+    """The recipes with what each does, its hardware and its time."""
+    width = max(map(len, known))
+    lines = []
+    for one in known.values():
+        for name, text in ((one.name, one.title), ("", f"{one.hardware}; time: {one.time}")):
+            lines += textwrap.wrap(text, WIDTH, initial_indent=f"{name:{width}}  ", subsequent_indent=" " * (width + 2))
+    return "\n".join([*lines, "", "cohort new RECIPE writes one into ./RECIPE; cohort new RECIPE FOLDER elsewhere"])
+
+
+def written(recipe: shipped.Recipe, target: Path) -> str:
+    """Write a recipe into a folder, and return what to do next.
+
+    Raises:
+        ConfigError: the folder is a file, or is not empty.
+    """
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target} is a file: give another folder, as in 'cohort new {recipe.name} FOLDER'")
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(f"{target} is not empty: give another folder, as in 'cohort new {recipe.name} FOLDER'")
+    files = sorted(file for file in recipe.folder.iterdir() if file.is_file())
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        if file.suffix in (".toml", ".py"):
+            text = starter_text(file.read_text(encoding="utf-8"), recipe.name)
+            (target / file.name).write_text(text, encoding="utf-8", newline="\n")
+        else:
+            shutil.copyfile(file, target / file.name)
+    names = ", ".join(file.name for file in files)
+    steps = [f"cd {shlex.quote(str(target))}"] * (target.resolve() != Path.cwd())
+    steps += ["cohort doctor config.toml", "cohort train config.toml"]
+    return "\n".join(
+        [
+            f"{target} has {names}: {recipe.title}",
+            f"hardware: {recipe.hardware}; time: {recipe.time}",
+            "next:",
+            *(f"    {step}" for step in steps),
+            f"'cohort docs recipes/{recipe.name}' explains the settings, and what to expect",
+        ]
+    )
+
+
+def starter_text(text: str, name: str) -> str:
+    """A recipe's file for a folder of its own: of the comments at its head, only the first three lines of settings, and
+    without the folder that the files have in the repository.
+
+    >>> starter_text("# Title\\n# hardware: a\\n# time: b\\n#\\n# More.\\n\\n[model]\\n", "x")
+    '# Title\\n# hardware: a\\n# time: b\\n\\n[model]\\n'
+    """
+    text = re.sub(r"\A((?:# .+\n){3})(?:#.*\n)+", r"\1", text)
+    return text.replace(f"examples/{name}/", "")
