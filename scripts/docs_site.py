@@ -35,8 +35,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         "reference/python/": [f"reference/python/{module}.md" for module in docs_reference.ROOMS],
     }
     config.nav = [item for item in _filled(config.nav, folders) if next(iter(item.values()))]
-    if REPOSITORY:
-        config.repo_url, config.repo_name = REPOSITORY, REPOSITORY.removeprefix("https://github.com/")
+    if REPOSITORY:  # not as repo_url, of which the theme would ask the network for stars
+        config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": REPOSITORY, "name": "Repository"}]
     return config
 
 
@@ -95,7 +95,8 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
             return match[0]
         return f'<a href="{get_relative_url(target, page.url)}"><code>{words}</code></a>'
 
-    return re.sub(rf"{SKIPPED}|<code>([^<]+)</code>", linked, html, flags=re.DOTALL)
+    html = re.sub(rf"{SKIPPED}|<code>([^<]+)</code>", linked, html, flags=re.DOTALL)
+    return re.sub(r"(?<=<code>)[\w.]+(?:/[\w.@*]+)+(?=</code>)", lambda name: name[0].replace("/", "/<wbr>"), html)
 
 
 def _with_anchors(match: re.Match[str]) -> str:

@@ -19,7 +19,8 @@ def table() -> str:
     lines = ["", "| recipe | what it shows | hardware | time |", "|---|---|---|---|"]
     for one in recipes().values():
         name = f"[{one.name}]({one.name}.md)" if (PAGE.parent / f"{one.name}.md").exists() else one.name
-        lines.append(f"| {name} | {one.title} | {one.hardware} | {one.time} |")
+        title = re.sub(r"<[^>]+>", r"`\g<0>`", one.title)  # or a tag in it would be markup
+        lines.append(f"| {name} | {title} | {one.hardware} | {one.time} |")
     return "\n".join([*lines, "", ""])
 
 

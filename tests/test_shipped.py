@@ -10,6 +10,7 @@ from cohort.data.source import read_source
 from cohort.demo.task import problems
 from cohort.errors import ConfigError, DataError, ModelError
 from cohort.policy import load_tokenizer, read_config
+from tests.conftest import ROOT
 
 
 def test_shipped_models_have_names_wherever_a_model_is_named():
@@ -32,6 +33,8 @@ def test_every_recipe_is_valid_and_says_what_it_is():
     assert "gsm8k" in found
     for recipe in found.values():
         load_config(recipe.folder / "config.toml")
+        assert (shipped.folder("docs") / "recipes" / f"{recipe.name}.md").exists()
+        assert (ROOT / "tests" / "recipes" / f"test_{recipe.name}.py").exists()
         assert len([file for file in recipe.folder.iterdir() if file.suffix == ".py"]) <= 1
 
 

@@ -23,6 +23,7 @@ SAMPLERS = {
     "transformers' cache, static batches: rows wait for the last of their batch, in": "static, one length",
     "transformers' cache, static": "static",
     "without a cache": "no cache",
+    "prompts once per group": "shared",
 }
 
 

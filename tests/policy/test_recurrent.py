@@ -7,7 +7,7 @@ import torch
 
 from cohort.policy.chunks import Chunks, Tails
 from cohort.policy.layout import Layout
-from cohort.policy.recurrent import delta_rule, state_space, steps_of, unit
+from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE, delta_rule, state_space, steps_of, unit
 
 LENGTHS = (3, 130, 1, 70)  # of one chunk, of several with padding and without
 HEADS, GROUPS, KEYS, VALUES = 4, 2, 3, 5
@@ -97,6 +97,19 @@ def test_a_state_handed_over_is_one_long_pass(name):
         outs.append(part_out)
     torch.testing.assert_close(torch.cat(outs), out, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(state, after, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("name", "recurrence"), [("delta rule", DELTA_RULE), ("state space", STATE_SPACE)])
+def test_a_step_is_one_token_of_each_sequence(name, recurrence):
+    _, loop, inputs, shape, whole = CASES[name]
+    values, state = inputs(3), random(3, HEADS, *shape)
+    parts = [[value] * 3 if n in whole else value.split(1) for n, value in enumerate(values)]
+    found = [loop(*part, state[s]) for s, part in enumerate(zip(*parts, strict=True))]
+    with torch.no_grad():
+        written = state.clone()
+        out = recurrence.step(*values, written)
+    torch.testing.assert_close(out, torch.cat([out for out, _ in found]), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(written, torch.stack([after for _, after in found]), rtol=1e-10, atol=1e-10)
 
 
 def test_the_delta_rule_by_hand():

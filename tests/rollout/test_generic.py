@@ -13,6 +13,7 @@ from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.choose import logit_gaps
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
+from cohort.rollout.shared import SharedBackend
 from tests.conftest import telling
 from tests.families.configs import small_config
 from tests.rollout.conftest import drawn_ids
@@ -28,8 +29,9 @@ EXPERTS = SMALL | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "m
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 
-REFILL, TURNS, EQUAL_TURNS, RECOMPUTE = (
-    "rows refilled",
+SHARED, REFILL, TURNS, EQUAL_TURNS, RECOMPUTE = (
+    "prompts once per group",
+    "transformers' cache, rows refilled",
     "static batches",
     "all prompts have one length",
     "without a cache",
@@ -113,11 +115,11 @@ FAMILIES = {
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
         },
-        TURNS,
+        SHARED,
     ),
-    "lfm2": (SMALL | {"layer_types": ["conv", "full_attention"]}, TURNS),
-    "falcon_h1": (SMALL | STATES | {"mamba_d_ssm": 32, "mamba_n_heads": 4}, TURNS),
-    "bamba": (SMALL | STATES | {"attn_layer_indices": [1]}, TURNS),
+    "lfm2": (SMALL | {"layer_types": ["conv", "full_attention"]}, SHARED),
+    "falcon_h1": (SMALL | STATES | {"mamba_d_ssm": 32, "mamba_n_heads": 4}, SHARED),
+    "bamba": (SMALL | STATES | {"attn_layer_indices": [1]}, SHARED),
     "granitemoehybrid": (
         SMALL
         | STATES
@@ -127,11 +129,11 @@ FAMILIES = {
             "num_experts_per_tok": 1,
             "shared_intermediate_size": 16,
         },
-        TURNS,
+        SHARED,
     ),
     # Widths that differ from layer to layer, and time steps that cached decoding does not limit by itself.
     "gemma4_text": (None, TURNS),
-    "nemotron_h": (None, TURNS),
+    "nemotron_h": (None, SHARED),
     # Layers that choose their keys, by position in the batch.
     "glm_moe_dsa": (None, EQUAL_TURNS),
     # A cache without a length, where every layer is a recurrence.
@@ -140,7 +142,7 @@ FAMILIES = {
     "mamba": (BARE | {"state_size": 8}, RECOMPUTE),
     "mamba2": (
         BARE | {"state_size": 8, "head_dim": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 4},
-        RECOMPUTE,
+        SHARED,
     ),
     "recurrent_gemma": (
         SMALL | {"lru_width": 32, "attention_window_size": 6, "num_hidden_layers": 3, "w_init_variance_scale": 1.0},
@@ -151,6 +153,7 @@ FAMILIES = {
 }
 PROMPTS = prompts((5, 9, 20), (7,), tuple(range(3, 30)), (2, 3), (8, 9, 4))
 KINDS = {
+    SHARED: SharedBackend,
     REFILL: RefillBackend,
     TURNS: StaticBackend,
     EQUAL_TURNS: StaticBackend,
@@ -249,7 +252,7 @@ def test_rows_may_be_added_and_removed_at_any_place(family):
     texts = [prompt.token_ids for prompt in PROMPTS]
     owners = [0, 0, 4, 4, 0]
     tokens = torch.randint(37, (8, 20), generator=torch.Generator().manual_seed(0)).tolist()
-    shared = [0, 4] if backend.refills is False else [0, 1, 2, 4]
+    shared = [0, 4] if backend.refills is False else [3, 0, 1, 2, 4]
     backend.begin(Capacity(8, 5, 27, 20))
     rows = {row: list(texts[owner]) for row, owner in enumerate(owners)}
     held = list(shared)
@@ -274,7 +277,7 @@ def test_rows_may_be_added_and_removed_at_any_place(family):
         rows = {0: rows[0], 3: rows[3], 2: rows[2]}
         step(2)
         if backend.refills:
-            backend.remove_prompts([held.index(0)])
+            backend.remove_prompts([held.index(3)])
             held = [held[-1], *held[1:-1]]
             backend.prefill([texts[3]])
             held.append(3)

@@ -26,7 +26,7 @@ Trained with [GRPO](https://huggingface.co/papers/2402.03300) by Cohort.
 
 @app.command(
     sort_key=22,
-    usage="Usage: cohort export MODEL FOLDER [--dtype DTYPE] [--push-to-hub NAME [--private]]",
+    usage="Usage: cohort export MODEL FOLDER [--dtype DTYPE] [--checkpoint STEP] [--push-to-hub NAME]",
     help_epilogue="The folder has config, tokenizer and safetensors, as transformers, vLLM and llama.cpp load them. "
     "docs/recipes/ship.md shows the commands.",
 )
@@ -36,6 +36,7 @@ def export(
     /,
     *,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    checkpoint: Annotated[str | None, Parameter(metavar="STEP")] = None,
     push_to_hub: Annotated[str | None, Parameter(metavar="NAME")] = None,
     private: bool = False,
     trust_remote_code: bool = False,
@@ -46,6 +47,7 @@ def export(
         model: A run (its best/ model, else its newest checkpoint), a checkpoint, an adapter's folder, or a model.
         folder: The folder to write. Must not exist, or be empty.
         dtype: Type of the saved weights. [default: float32, in which they were trained]
+        checkpoint: Which model of a run: a step, best or newest.
         push_to_hub: Also upload the folder to this repository of the Hugging Face hub, "USER/NAME".
         private: Make the repository private, if it does not exist.
         trust_remote_code: Run code that comes with the model.
@@ -57,12 +59,12 @@ def export(
         raise ConfigError("--private is for a repository on the hub: add --push-to-hub USER/NAME")
     import torch
 
-    from cohort.evaluation.command import model_of
     from cohort.policy import Policy, Precision, load_model, load_tokenizer
+    from cohort.runs.chosen import model_of
     from cohort.runs.durable import replaced
     from cohort.runs.models import save_model
 
-    path, note = model_of(model)
+    path, note = model_of(model, checkpoint)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     repository = _repository(push_to_hub, private=private) if push_to_hub else None  # before anything takes long
     kept = Precision(torch.float32, torch.float32)

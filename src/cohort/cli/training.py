@@ -104,7 +104,7 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
         folder = bound.args[0] if inner is resume else None
         arguments = (str(Path(folder) / "config.toml"), *bound.args[1:]) if folder else bound.args
         path, overrides = file_and_overrides(arguments)
-        settings = settings_of(path, overrides, flags)  # mistakes are reported once
+        settings = settings_of(path, overrides, flags, of_run=inner is resume)  # mistakes are reported once
         job = job_of(
             command,
             flags,

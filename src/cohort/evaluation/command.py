@@ -30,6 +30,7 @@ from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampler, local_engine
 from cohort.runs import MODEL_CODE
 from cohort.runs.chosen import check_not_in_run, check_nothing_missing, model_of, run_of, settings_of_run, why_unnamed
+from cohort.shipped import PREFIX
 
 SETTINGS = {
     "data": "data.eval",
@@ -95,6 +96,8 @@ class Request(EvalFlags):
         if run or self.config:
             return f" ({why_unnamed(run, argument) if run else f'{self.config} names none'})"
         path = Path(self.model).expanduser()
+        if self.model.startswith(PREFIX):
+            return ""
         if not path.exists():
             return f" ({self.model} is not a folder here, so it is taken for a hub id, which has no run)"
         is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))

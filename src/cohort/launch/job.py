@@ -126,13 +126,14 @@ def job_of(
     )
 
 
-def settings_of(path: str | None, overrides: Sequence[str], flags: LaunchFlags) -> GRPOConfig:
+def settings_of(path: str | None, overrides: Sequence[str], flags: LaunchFlags, *, of_run: bool = False) -> GRPOConfig:
     """The settings that every rank will have.
 
     Args:
         path: the config file of ``cohort train``.
         overrides: its other arguments.
         flags: of ``cohort launch``.
+        of_run: as ``load_config``.
 
     Raises:
         ConfigError: as ``load_config``; or flags and arguments contradict each other.
@@ -146,7 +147,7 @@ def settings_of(path: str | None, overrides: Sequence[str], flags: LaunchFlags) 
         if name == "--parallel.layout" and flags.layout not in (None, value):
             raise ConfigError(f"--layout is {flags.layout!r} and --parallel.layout {value!r}: leave one of them out")
     layout = ["--parallel.layout", flags.layout] if flags.layout else []
-    return load_config(path, [*overrides, *layout])
+    return load_config(path, [*overrides, *layout], of_run=of_run)
 
 
 def check_settings(config: GRPOConfig, ranks: int) -> None:

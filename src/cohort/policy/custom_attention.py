@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cohort.parallel.full import call_gathered
 from cohort.policy.compute import ComputeModel
 from cohort.policy.parts import UnsupportedModel, need
-from cohort.policy.passes import Hidden, PackedPass, base_of, recomputed_in
+from cohort.policy.passes import Hidden, Mixing, base_of, recomputed_in
 from cohort.policy.recurrent_layers import ARGUMENT, find_mixers, replaced
 
 INTERFACE = ARGUMENT
@@ -62,7 +62,7 @@ class CustomAttention:
 
         AttentionInterface.register(INTERFACE, _attention)
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: Mixing) -> Hidden:
         """See ``Body``."""
         decoder = self._base.get_decoder()
         arguments: dict[str, Any] = {"output_router_logits": True} if self.model.router_aux_loss_coef else {}
@@ -106,7 +106,7 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Packed attention with the signature of transformers' attention functions."""
-    packed: PackedPass | None = others.get(INTERFACE)
+    packed: Mixing | None = others.get(INTERFACE)
     if packed is None:
         raise UnsupportedModel("it does not hand arguments on to its attention")
     need(not dropout, "attention has dropout")

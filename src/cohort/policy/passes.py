@@ -32,11 +32,16 @@ from cohort.policy.context import longrope_length
 from cohort.policy.device import kind_of
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.layout import Layout
+from cohort.policy.recurrent import Recurrence
 from cohort.policy.rows import PackedRows
 
 KeysValues = dict[Any, tuple[Tensor, ...]]
 """What layers keep of prompts without their last tokens: by layer, the keys and values, ``[A, X, D]`` each, end to end;
 of a recurrent layer, by layer and name, its state after each prompt that has such tokens, ``[P, ...]``."""
+
+
+StateKey = tuple[int, str]
+"""A recurrent layer, and the name of one of its states."""
 
 
 class Prefixes:
@@ -120,6 +125,36 @@ class Passes(Protocol):
         """The last hidden states that predict the drawn tokens of rows."""
 
 
+class Mixing(Protocol):
+    """What mixes the tokens of one forward pass: its attention, convolutions and recurrences."""
+
+    tokens: int
+    """T. Tokens after them are padding."""
+
+    def select(self, found: Hidden) -> Hidden:
+        """The hidden states that are needed, from those of all tokens."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None,
+        drawn_N: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """One layer's attention; ``[A, T, D]`` each, padding included. The rest: see ``packed_attention``."""
+
+    def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
+        """A causal convolution by channel, which begins with what the tokens continue; ``weight`` is ``[H, width]``."""
+
+    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
+        """A recurrence, which begins with the states of what the tokens continue; ``zeros`` is the state of nothing."""
+
+
 class Body(Protocol):
     """Runs a model's layers over packed tokens."""
 
@@ -201,6 +236,7 @@ class PackedPass:
         drawn_N: Tensor | None = None,
     ) -> None:
         self.layout = layout
+        self.tokens = layout.tokens
         self.native = native
         self.read = read
         self.prefixes = prefixes or {}
@@ -216,13 +252,25 @@ class PackedPass:
             tokens = self.layout.tokens
             self.read.setdefault(layer, (k[:, :tokens], v[:, :tokens]))  # once: checkpointing runs a layer again
 
-    def record_state(self, key: tuple[int, str], states: Tensor) -> None:
-        """Store a layer's states after the sequences if this pass reads prompts."""
+    def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
+        """See ``Mixing``."""
+        tails = self.layout.tails(weight.shape[1] - 1)
+        out, after = tails.convolve(x_TH, self._before(key, x_TH.new_zeros(tails.count, x_TH.shape[1])), weight)
+        self._record_state(key, after)
+        return out
+
+    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
+        """See ``Mixing``."""
+        out, after = recurrence.over(*values, self.layout.chunks, self._before(key, zeros))
+        self._record_state(key, after)
+        return out
+
+    def _record_state(self, key: StateKey, states: Tensor) -> None:
         if self.read is not None:
             self.read.setdefault(key, (states,))
 
-    def state(self, key: tuple[int, str], zeros: Tensor) -> Tensor:
-        """A layer's state before each sequence, ``[S, ...]``; ``zeros`` where there is no prefix."""
+    def _before(self, key: StateKey, zeros: Tensor) -> Tensor:
+        """A layer's state before each sequence, ``[S, ...]``; zeros where there is no prefix."""
         zeros = zeros[None]
         if key not in self.prefixes:
             return zeros.expand(len(self.layout.lengths), *zeros.shape[1:])

@@ -1,7 +1,8 @@
 """Recurrences over packed sequences that begin with given states: the gated delta rule and Mamba 2's state space.
 
 Both are computed by chunks: products inside all chunks at once, then one step of the recurrence per chunk. They are
-plain differentiable functions of tensors, in float32 or wider.
+plain differentiable functions of tensors, in float32 or wider. For sampling there is one token of each sequence, which
+writes the new state over the old one.
 
 Axis letters: T tokens, S sequences, J chunks, C tokens of a chunk, A heads, G groups of R heads each that share keys, K
 width of keys, D width of values.
@@ -10,6 +11,7 @@ width of keys, D width of values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,6 +115,44 @@ def state_space(
     read = (c @ before.flatten(3)).unflatten(-1, (-1, width))  # [J, G, C, R, D]
     out = out + read.transpose(2, 3).flatten(1, 2) * passed.exp()[..., None]
     return chunks.join(out.transpose(1, 2)), after.permute(0, 1, 3, 4, 2).flatten(1, 2)
+
+
+def delta_step(q_SGK: Tensor, k_SGK: Tensor, v_SAD: Tensor, decay_SA: Tensor, beta_SA: Tensor, state: Tensor) -> Tensor:
+    """One token of each sequence; see ``delta_rule``. Writes over ``state``, ``[S, A, K, D]``."""
+    ratio = v_SAD.shape[1] // k_SGK.shape[1]
+    both = torch.stack([k_SGK, q_SGK], 2).repeat_interleave(ratio, 1).flatten(0, 1)  # [S A, 2, K]
+    flat, decay = state.flatten(0, 1), decay_SA.exp().flatten()[:, None, None]
+    # One read of the states gives k . S and q . S.
+    known, read = (torch.bmm(both, flat) * decay).split(1, 1)
+    new = (v_SAD.flatten(0, 1)[:, None] - known) * beta_SA.flatten()[:, None, None]
+    k, q = both.split(1, 1)
+    flat.mul_(decay).baddbmm_(k.mT, new)
+    out: Tensor = read + (q * k).sum(-1, keepdim=True) * new
+    return out.view_as(v_SAD)
+
+
+def space_step(x_SAD: Tensor, step_SA: Tensor, decay_A: Tensor, b_SGK: Tensor, c_SGK: Tensor, state: Tensor) -> Tensor:
+    """One token of each sequence; see ``state_space``. Writes over ``state``, ``[S, A, D, K]``."""
+    groups, (count, heads, width) = b_SGK.shape[1], x_SAD.shape
+    decay = (step_SA * decay_A).exp()[..., None]
+    new = x_SAD * step_SA[..., None]
+    flat = state.view(count * groups, heads // groups * width, -1)  # [S G, R D, K]
+    b, c = b_SGK.flatten(0, 1)[:, None], c_SGK.flatten(0, 1)[..., None]
+    read = torch.bmm(flat, c).view_as(x_SAD) * decay
+    state.mul_(decay[..., None])
+    flat.baddbmm_(new.reshape(len(flat), -1, 1), b)
+    return read + new * (b @ c).view(count, groups, 1, 1).expand(-1, -1, heads // groups, -1).flatten(1, 2)
+
+
+class Recurrence(NamedTuple):
+    """A recurrence, over packed sequences and for one token of each sequence."""
+
+    over: Callable[..., tuple[Tensor, Tensor]]
+    step: Callable[..., Tensor]
+
+
+DELTA_RULE = Recurrence(delta_rule, delta_step)
+STATE_SPACE = Recurrence(state_space, space_step)
 
 
 def _carry(

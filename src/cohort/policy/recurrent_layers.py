@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cohort.parallel.full import class_before_sharding
-from cohort.policy.layout import Layout
 from cohort.policy.parts import need
-from cohort.policy.passes import PackedPass
-from cohort.policy.recurrent import delta_rule, state_space, steps_of, unit
+from cohort.policy.passes import Mixing
+from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE, Recurrence, steps_of, unit
 
 ARGUMENT = "cohort_packed"
 """The name under which a model hands a pass on to its layers."""
@@ -31,37 +30,28 @@ class LayerPass:
     """One recurrent layer in one pass.
 
     Args:
-        packed: the pass.
+        mixing: the pass.
         layer: the layer's number.
     """
 
-    def __init__(self, packed: PackedPass, layer: int) -> None:
-        self._packed = packed
+    def __init__(self, mixing: Mixing, layer: int) -> None:
+        self._mixing = mixing
         self._layer = layer
         self._convolutions = 0
 
     @property
-    def layout(self) -> Layout:
-        """Which token belongs to which sequence."""
-        return self._packed.layout
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return self._mixing.tokens
 
     def convolve(self, x_TH: Tensor, weight: Tensor) -> Tensor:
-        """See ``Tails.convolve``. A layer may have several convolutions."""
-        key = (self._layer, f"convolution {self._convolutions}")
+        """See ``Mixing``. A layer may have several convolutions."""
         self._convolutions += 1
-        tails = self.layout.tails(weight.shape[1] - 1)
-        before = self._packed.state(key, x_TH.new_zeros(tails.count, x_TH.shape[1]))
-        out, after = tails.convolve(x_TH, before, weight)
-        self._packed.record_state(key, after)
-        return out
+        return self._mixing.convolve((self._layer, f"convolution {self._convolutions}"), x_TH, weight)
 
-    def recur(self, function: Any, *values: Tensor, state: Tensor) -> Tensor:
-        """Run a recurrence; ``state`` is one of zeros."""
-        key = (self._layer, "recurrence")
-        out: Tensor
-        out, after = function(*values, self.layout.chunks, self._packed.state(key, state))
-        self._packed.record_state(key, after)
-        return out
+    def recur(self, recurrence: Recurrence, *values: Tensor, zeros: Tensor) -> Tensor:
+        """See ``Mixing``."""
+        return self._mixing.recur((self._layer, "recurrence"), recurrence, values, zeros)
 
 
 def find_mixers(model: nn.Module) -> list[Any]:
@@ -112,7 +102,7 @@ def _convolution(
     """``causal_conv1d_fn`` of transformers."""
     layer: LayerPass = others[ARGUMENT]
     x_TH = x_1HT[0].T
-    tokens = layer.layout.tokens
+    tokens = layer.tokens
     out = layer.convolve(x_TH[:tokens], weight)
     if bias is not None:
         out = out + bias
@@ -135,13 +125,13 @@ def _gated_delta_rule(
     """``torch_chunk_gated_delta_rule`` of transformers."""
     layer: LayerPass = others[ARGUMENT]
     need(others.get("scale") is None, "its delta rule has a scale of its own")
-    tokens = layer.layout.tokens
+    tokens = layer.tokens
     with torch.autocast(query.device.type, enabled=False):
         q, k, v, decay, written = _wide(*(part[0, :tokens] for part in (query, key, value, g, beta)))
         if use_qk_l2norm_in_kernel:
             q, k = unit(q), unit(k)
-        state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
-        out = layer.recur(delta_rule, q * q.shape[-1] ** -0.5, k, v, decay, written, state=state)
+        zeros = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
+        out = layer.recur(DELTA_RULE, q * q.shape[-1] ** -0.5, k, v, decay, written, zeros=zeros)
     return functional.pad(out, (0, 0, 0, 0, 0, value.shape[1] - tokens)).to(query.dtype)[None], None
 
 
@@ -162,12 +152,12 @@ def _scan(
     """``mamba2_chunk_scan`` of transformers."""
     layer: LayerPass = others[ARGUMENT]
     need(z is None, "its scan has a gate")
-    tokens = layer.layout.tokens
+    tokens = layer.tokens
     steps = steps_of(dt[0, :tokens], dt_bias, dt_softplus, dt_limit)
     with torch.autocast(dt.device.type, enabled=False):
         x, steps, decay, b, c = _wide(hidden_states[0, :tokens], steps, A, B[0, :tokens], C[0, :tokens])
-        state = x.new_zeros(*x.shape[1:], b.shape[-1])
-        out = layer.recur(state_space, x, steps, decay, b, c, state=state)
+        zeros = x.new_zeros(*x.shape[1:], b.shape[-1])
+        out = layer.recur(STATE_SPACE, x, steps, decay, b, c, zeros=zeros)
         if D is not None:
             out = out + x * D[:, None]
     return functional.pad(out, (0, 0, 0, 0, 0, dt.shape[1] - tokens))[None]

@@ -40,6 +40,11 @@ class Backend:
         """Memory of the keys and values of one token; 0 if none are kept."""
         return 0
 
+    @property
+    def row_tokens(self) -> int:
+        """Memory of a row or prompt that does not grow with its tokens, in tokens of ``token_bytes``."""
+        return 0
+
     def begin(self, capacity: Capacity) -> None:
         """Allocate memory."""
 
@@ -84,3 +89,16 @@ class Backend:
     def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """Read tokens for some rows; the logits of their next tokens, ``[len(rows), V]``."""
         raise NotImplementedError
+
+
+def texts_together(texts: Sequence[Sequence[int]]) -> list[slice]:
+    """Texts that go through the model together."""
+    parts, start = list[slice](), 0
+    while start < len(texts):
+        stop, tokens = start + 1, len(texts[start])
+        while stop < len(texts) and tokens + len(texts[stop]) <= PREFILL_TOKENS:
+            tokens += len(texts[stop])
+            stop += 1
+        parts.append(slice(start, stop))
+        start = stop
+    return parts

@@ -56,6 +56,7 @@ def plan(
     token_bytes: int,
     token_multiple: int,
     device: torch.device,
+    row_tokens: int = 0,
 ) -> Capacity:
     """The most rows that fit, with room for the prompts that they follow.
 
@@ -64,11 +65,12 @@ def plan(
         trajectories: how many there are, of all prompts.
         prefix_length: tokens of the longest text that is prefilled: a prompt, or a history.
         completion_length: tokens of the longest completion.
-        max_rows: maximum number of rows.
+        max_rows: most rows.
         max_tokens: tokens whose keys and values may be kept. None: from the memory that is free now.
         token_bytes: memory of the keys and values of one token; 0 if none are kept.
         token_multiple: lengths are rounded up to a multiple of this in memory.
         device: where keys and values are kept.
+        row_tokens: memory of a row or prompt that does not grow, in tokens.
 
     Raises:
         ConfigError: not even one completion fits.
@@ -78,26 +80,28 @@ def plan(
     longest, length = (round_up(tokens, token_multiple) for tokens in (prefix_length, completion_length))
     per_prompt = max(1, trajectories // len(prompt_lengths))
 
+    def needed(capacity: Capacity) -> int:
+        return capacity.cells + (capacity.rows + capacity.prompts) * row_tokens
+
     def capacity(rows: int) -> Capacity:
         # Twice the groups that fit the rows: some completions of a group outlast the rest of it.
         prompts = min(len(prompt_lengths), 2 * math.ceil(rows / per_prompt))
         return Capacity(rows, prompts, longest, length)
 
     fitting = min(max_rows, trajectories)
-    if limit is None or capacity(fitting).cells <= limit:
+    if limit is None or needed(capacity(fitting)) <= limit:
         return capacity(fitting)
-    low, high = 1, fitting  # cells grow with rows
+    low, high = 1, fitting  # what is needed grows with rows
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if capacity(middle).cells <= limit else (low, middle - 1)
-    if capacity(low).cells <= limit:
+        low, high = (middle, high) if needed(capacity(middle)) <= limit else (low, middle - 1)
+    if needed(capacity(low)) <= limit:
         return capacity(low)
-    tight = Capacity(1, 1, longest, length)
-    if tight.cells > limit:
+    if needed(tight := Capacity(1, 1, longest, length)) > limit:
         source = "rollout.cache_tokens is" if max_tokens is not None else f"{FREE_SHARE:.0%} of the free memory holds"
         raise ConfigError(
             f"one completion of {completion_length} tokens after a prompt of {max(prompt_lengths)} needs keys and "
-            f"values of {tight.cells} tokens, and {source} {limit}: raise rollout.cache_tokens, or lower "
+            f"values of {needed(tight)} tokens, and {source} {limit}: raise rollout.cache_tokens, or lower "
             "rollout.max_completion_length"
         )
     return tight

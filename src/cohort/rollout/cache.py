@@ -135,6 +135,15 @@ class GroupCache:
         """Position of the next token of a row, its prompt counted."""
         return self._prompt_length[self._row_prompt[row]] + self._row_length[row]
 
+    def text(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a row's prompt and tokens in one layer, ``[T, K, D]`` each."""
+        prompt, length = self._row_prompt[row], self._row_length[row]
+        k, v = (
+            torch.cat([of_prompts[prompt, :, : self._prompt_length[prompt]], own[:, :length]], dim=1).transpose(0, 1)
+            for own, of_prompts in zip(self._own[:, layer, row], self._prompts[:, layer], strict=True)
+        )
+        return k, v
+
     def append(self, layer: int, row: int, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of further tokens of a row in one layer; returns those of the whole text. ``grow``
         follows after the last layer."""

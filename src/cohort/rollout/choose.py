@@ -12,10 +12,12 @@ from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy
 from cohort.policy.choose import Candidate, first_correct, one_line, own_logits, relative_gaps, token_source
 from cohort.policy.parts import UnsupportedModel
+from cohort.policy.recurrent_layers import find_mixers
 from cohort.rollout.backend import Backend
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
 from cohort.rollout.lean import LeanBackend
+from cohort.rollout.shared import SharedBackend
 
 TRIAL_LENGTHS = (11, 5)
 """Lengths of the prompts of a trial, in tokens."""
@@ -49,6 +51,8 @@ def _candidates(policy: Policy, failures: list[str], *, native_kernels: bool) ->
             yield Candidate("lean", lambda: lean(False), copies_weights=True)
     except UnsupportedModel as reason:
         failures.append(f"not lean: {reason}")
+    if find_mixers(policy.model):  # recurrent layers; other models keep the numbers of transformers' cache
+        yield Candidate("prompts once per group", lambda: SharedBackend(policy))
     kind = None
     try:
         kind = cache_kind(policy)

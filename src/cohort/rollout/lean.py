@@ -29,9 +29,10 @@ from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, soft_cap
 from cohort.policy.lean import rotated
 from cohort.policy.parts import Norm, UnsupportedModel
-from cohort.rollout.backend import PREFILL_TOKENS, Backend
-from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache, Layout
+from cohort.rollout.backend import Backend, texts_together
+from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
+from cohort.rollout.group_attention import attend_in_two_parts
 from cohort.rollout.native import Decoder, Kernels, SlotCache
 from cohort.rollout.weights import DecoderWeights, LayerWeights
 
@@ -178,7 +179,9 @@ class LeanBackend(Backend):
         """See ``Backend``."""
         cache, decoder = self._cache, self._decoder
         if decoder is not None:
-            parts = [self._logits(decoder.read(rows[part], texts[part]))[: len(rows[part])] for part in _parts(texts)]
+            parts = [
+                self._logits(decoder.read(rows[part], texts[part]))[: len(rows[part])] for part in texts_together(texts)
+            ]
             return torch.cat(parts)
         assert isinstance(cache, GroupCache)
         starts = [cache.position(row) for row in rows]
@@ -193,7 +196,7 @@ class LeanBackend(Backend):
     def _read_in_parts(
         self, texts: Sequence[Sequence[int]], starts: Sequence[int], indices: Sequence[int], store: Store
     ) -> Tensor:
-        logits = [self._read(texts[part], starts[part], indices[part], store) for part in _parts(texts)]
+        logits = [self._read(texts[part], starts[part], indices[part], store) for part in texts_together(texts)]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _read(
@@ -263,24 +266,12 @@ class LeanBackend(Backend):
             normed = self._norm(x, layer.before_attention)
             q, k, v = self._queries_keys_values(normed, layer, weights, rotations)
             cache.write_rows(number, layout, k[:count], v[:count])
-            attended = self._attend_in_two_parts(q[:count], cache, number, layer, layout).flatten(1)
+            attended = attend_in_two_parts(
+                q[:count], cache, number, layout, self.anatomy.scaling, layer.window, self.anatomy.score_cap
+            ).flatten(1)
             attended = functional.pad(attended, (0, 0, 0, layout.padding))
             x = self._after_attention(x, normed, attended, layer, weights)
         return self._logits(self._norm(x, self.anatomy.norm))[:count]
-
-    def _attend_in_two_parts(
-        self, q_SAD: Tensor, cache: GroupCache, number: int, layer: Layer, layout: Layout
-    ) -> Tensor:
-        cap, scaling = self.anatomy.score_cap, self.anatomy.scaling
-        q = q_SAD.to(self._cache_dtype).reshape(layout.count * self.anatomy.num_key_value_heads, -1, q_SAD.shape[-1])
-        own_k, own_v = cache.own(number, layout)
-        own = _scores(q, own_k, scaling, cap, layout.own_mask(layer.window))
-        prompt_k, prompt_v = cache.prompts(number, layout)
-        prompt = _scores(layout.by_prompt(q), prompt_k, scaling, cap, layout.prompt_mask(layer.window))
-        weights = torch.softmax(torch.cat([own, layout.by_row(prompt)], dim=-1), dim=-1).to(own_v.dtype)
-        own_weights, prompt_weights = weights.split([own_k.shape[1], prompt_k.shape[1]], dim=-1)
-        of_prompt = _product(layout.by_prompt(prompt_weights), prompt_v)
-        return _product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SAD)
 
     def _queries_keys_values(
         self, normed: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
@@ -344,19 +335,6 @@ class LeanBackend(Backend):
         return soft_cap(logits_SV, self.anatomy.logit_cap)
 
 
-def _parts(texts: Sequence[Sequence[int]]) -> list[slice]:
-    """Texts that go through the model together."""
-    parts, start = list[slice](), 0
-    while start < len(texts):
-        stop, tokens = start + 1, len(texts[start])
-        while stop < len(texts) and tokens + len(texts[stop]) <= PREFILL_TOKENS:
-            tokens += len(texts[stop])
-            stop += 1
-        parts.append(slice(start, stop))
-        start = stop
-    return parts
-
-
 def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     """Rotary embedding: ``[x1, x2] -> [x1 cos - x2 sin, x2 cos + x1 sin]`` with the halves x1 and x2 of a head."""
     half = x_NHD.shape[-1] // 2
@@ -364,25 +342,3 @@ def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     out[..., :half].addcmul_(x_NHD[..., half:], sin_N1D[..., :half], value=-1)
     out[..., half:].addcmul_(x_NHD[..., :half], sin_N1D[..., half:])
     return out
-
-
-def _scores(q: Tensor, k: Tensor, scaling: float, cap: float | None, mask: Tensor | None) -> Tensor:
-    """Batched attention scores, ``[B, m, t]``, in float32 or better.
-
-    Args:
-        q, k: ``[B, m, D]`` and ``[B, t, D]``.
-        scaling: multiplies them.
-        cap: bounds them softly; see ``soft_cap``.
-        mask: added to them, ``[B, 1 or m, t]``: 0 or -inf. None: no mask.
-    """
-    if cap is None and mask is not None and q.dtype == mask.dtype:
-        return torch.baddbmm(mask, q, k.mT, alpha=scaling)
-    scores = soft_cap(_product(q, k.mT).mul_(scaling), cap)
-    return scores if mask is None else scores.add_(mask)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product, in float32 or better: sums of half-precision inputs are not rounded to half precision."""
-    if a.dtype in {torch.bfloat16, torch.float16}:
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a, b)

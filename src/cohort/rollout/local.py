@@ -282,6 +282,7 @@ class LocalEngine(Engine):
             max_tokens=self.cache_tokens,
             token_bytes=self.backend.token_bytes,
             token_multiple=self.backend.token_multiple,
+            row_tokens=self.backend.row_tokens,
             device=self.policy.device,
         )
         self._rows = capacity.rows

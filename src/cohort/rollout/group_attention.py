@@ -1,0 +1,60 @@
+"""Attention of a decode step in two parts, of which the rows of a prompt compute one together; see ``lean.py``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cohort.policy.anatomy import soft_cap
+from cohort.rollout.cache import GroupCache, Layout
+
+
+def attend_in_two_parts(
+    q_SAD: Tensor,
+    cache: GroupCache,
+    number: int,
+    layout: Layout,
+    scaling: float,
+    window: int | None,
+    cap: float | None,
+) -> Tensor:
+    """Attention of each row's newest token to its prompt and its own tokens, those just written included.
+
+    Args:
+        q_SAD: its queries.
+        cache: keys and values.
+        number: the layer among those of the cache.
+        layout: the step's.
+        scaling, window, cap: see ``packed_attention``.
+    """
+    own_k, own_v = cache.own(number, layout)
+    q = q_SAD.to(own_k.dtype).reshape(len(own_k), -1, q_SAD.shape[-1])
+    own = _scores(q, own_k, scaling, cap, layout.own_mask(window))
+    prompt_k, prompt_v = cache.prompts(number, layout)
+    prompt = _scores(layout.by_prompt(q), prompt_k, scaling, cap, layout.prompt_mask(window))
+    weights = torch.softmax(torch.cat([own, layout.by_row(prompt)], dim=-1), dim=-1).to(own_v.dtype)
+    own_weights, prompt_weights = weights.split([own_k.shape[1], prompt_k.shape[1]], dim=-1)
+    of_prompt = _product(layout.by_prompt(prompt_weights), prompt_v)
+    return _product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SAD)
+
+
+def _scores(q: Tensor, k: Tensor, scaling: float, cap: float | None, mask: Tensor | None) -> Tensor:
+    """Batched attention scores, ``[B, m, t]``, in float32 or better.
+
+    Args:
+        q, k: ``[B, m, D]`` and ``[B, t, D]``.
+        scaling: multiplies them.
+        cap: bounds them softly; see ``soft_cap``.
+        mask: added to them, ``[B, 1 or m, t]``: 0 or -inf. None: no mask.
+    """
+    if cap is None and mask is not None and q.dtype == mask.dtype:
+        return torch.baddbmm(mask, q, k.mT, alpha=scaling)
+    scores = soft_cap(_product(q, k.mT).mul_(scaling), cap)
+    return scores if mask is None else scores.add_(mask)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product, in float32 or better: sums of half-precision inputs are not rounded to half precision."""
+    if a.dtype in {torch.bfloat16, torch.float16}:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a, b)

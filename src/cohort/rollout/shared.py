@@ -1,0 +1,262 @@
+"""Sampling from a transformers model through its own modules, with what they keep of a prompt stored once per group.
+
+It runs the model as the update does (``policy.custom_attention``): attention, convolutions and recurrences over packed
+tokens are Cohort's. A prompt is read once. Its keys and values stay where they are, and its rows attend to them; the
+states of its recurrent layers are copied for each row, which then changes them in place.
+
+Axis letters: S rows, A heads, D head dimension, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cohort.policy import Policy
+from cohort.policy.choose import find_head
+from cohort.policy.custom_attention import CustomAttention
+from cohort.policy.head import in_like_shapes
+from cohort.policy.layout import Layout
+from cohort.policy.parts import need
+from cohort.policy.passes import Hidden, KeysValues, PackedPass, StateKey
+from cohort.policy.recurrent import Recurrence
+from cohort.rollout import cache as storage
+from cohort.rollout.backend import Backend, texts_together
+from cohort.rollout.cache import TOKEN_MULTIPLE, GroupCache
+from cohort.rollout.capacity import Capacity
+from cohort.rollout.group_attention import attend_in_two_parts
+from cohort.rollout.states import RowStates
+
+
+class SharedBackend(Backend):
+    """See the module.
+
+    Args:
+        policy: its model is used.
+
+    Raises:
+        UnsupportedModel: the trainer cannot run it packed either, or its layers differ in the shapes of their keys.
+    """
+
+    refills = True
+    mixed_lengths = True
+    keeps_rows = True
+    token_multiple = TOKEN_MULTIPLE
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        head = find_head(policy)
+        need(head is not None, "its head is not a plain linear layer after a decoder")
+        assert head is not None
+        self._head = head
+        self._body = CustomAttention(policy)
+        self._native = not policy.why_no_kernels()
+        self._cache: GroupCache | None = None
+        self._states: RowStates | None = None
+        probe = Probe(Layout([2], policy.device), self._native, read={})
+        self._run([[0, 0]], probe)
+        shapes = set(probe.shapes.values())
+        need(len(shapes) <= 1, "its layers differ in the shapes of their keys and values")
+        self._group, self._heads, self._width, *value = shapes.pop() if shapes else (1, 1, 1, 1)
+        need(value == [self._width], "its keys and values differ in width")
+        self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
+        states = [parts[0] for key, parts in probe.found.items() if key not in self._layers]
+        self._state_bytes = sum(state.nbytes for state in states)
+        self.description = "prompts once per group, rows refilled, transformers' modules" + (
+            ", states of recurrent layers copied for each row" if states else ""
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """See ``Backend``."""
+        return len(self._layers) * 2 * self._heads * self._width * self.policy.precision.compute.itemsize
+
+    @property
+    def row_tokens(self) -> int:
+        """See ``Backend``."""
+        return -(-self._state_bytes // self.token_bytes) if self.token_bytes else 0
+
+    @property
+    def cache(self) -> GroupCache:
+        """Keys and values, between ``begin`` and ``end``."""
+        assert self._cache is not None
+        return self._cache
+
+    @property
+    def states(self) -> RowStates:
+        """States of recurrent layers, between ``begin`` and ``end``."""
+        assert self._states is not None
+        return self._states
+
+    def begin(self, capacity: Capacity) -> None:
+        """See ``Backend``."""
+        sizes = {"layers": len(self._layers), "heads": self._heads, "width": self._width, "group": self._group}
+        dtype = self.policy.precision.compute
+        if self.policy.device.type == "cpu":  # its products of few rows are no slower in float32 than in bfloat16
+            dtype = self.policy.precision.master
+        self._cache = GroupCache(capacity, **sizes, dtype=dtype, device=self.policy.device)
+        self._states = RowStates(capacity.rows)
+
+    def end(self) -> None:
+        """See ``Backend``."""
+        self._cache = self._states = None
+
+    @torch.no_grad()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Backend``. Prompts are laid end to end, without padding between them."""
+        return torch.cat([self._prefill(prompts[part]) for part in texts_together(prompts)])
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        lengths = [len(prompt) for prompt in prompts]
+        found: KeysValues = {}
+        logits = self._run(prompts, PackedPass(Layout(lengths, self.policy.device), self._native, read=found))
+        first = self.cache.add_prompts(lengths)
+        for layer, number in self._layers.items():
+            k, v = (part.split(lengths, 1) for part in found[layer])
+            for prompt in range(len(prompts)):
+                self.cache.write_prompt(number, first + prompt, k[prompt].transpose(0, 1), v[prompt].transpose(0, 1))
+        self.states.add_prompts(self._states_in(found), len(prompts))
+        return logits
+
+    def _states_in(self, found: KeysValues) -> dict[StateKey, Tensor]:
+        return {key: parts[0] for key, parts in found.items() if key not in self._layers}
+
+    def _run(self, texts: Sequence[Sequence[int]], packed: PackedPass) -> Tensor:
+        """The logits after each text."""
+        ids_T = in_like_shapes(torch.tensor([token for text in texts for token in text], device=self.policy.device))
+        packed.drawn_N = torch.tensor([len(text) for text in texts], device=self.policy.device).cumsum(0) - 1
+        with torch.no_grad():
+            hidden = self._body(ids_T, in_like_shapes(packed.layout.positions_T), packed)
+            return self._head.logits(hidden.states)
+
+    @torch.no_grad()
+    def step(self, tokens_S: Tensor) -> Tensor:
+        """See ``Backend``."""
+        layout = self.cache.next_layout()
+        step = Step(self.cache, self.states, layout, self._layers)
+        ids_T = functional.pad(tokens_S, (0, layout.padding))
+        hidden = self._body(ids_T, layout.positions, step)
+        return self._head.logits(hidden.states)
+
+    @torch.no_grad()
+    def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """See ``Backend``."""
+        return torch.cat([self._extend(rows[part], texts[part]) for part in texts_together(texts)])
+
+    def _extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        lengths, before = [len(text) for text in texts], [self.cache.position(row) for row in rows]
+        found: KeysValues = {}
+        prefixes: KeysValues = dict(self.states.of_rows(rows))
+        for layer, number in self._layers.items():
+            parts = [self.cache.text(number, row) for row in rows]
+            prefixes[layer] = tuple(torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True))
+        layout = Layout(lengths, self.policy.device, range(len(rows)), before)
+        logits = self._run(texts, PackedPass(layout, self._native, read=found, prefixes=prefixes))
+        for layer, number in self._layers.items():
+            k, v = (part.split(lengths, 1) for part in found[layer])
+            for index, row in enumerate(rows):
+                self.cache.append(number, row, k[index].transpose(0, 1), v[index].transpose(0, 1))
+        self.cache.grow(rows, lengths)
+        self.states.write(rows, self._states_in(found))
+        return logits
+
+    def add_rows(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self.cache.add_rows(prompts)
+        self.states.add_rows(prompts)
+
+    def remove_rows(self, rows: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self.cache.remove_rows(rows)
+        self.states.remove_rows(rows)
+
+    def remove_prompts(self, prompts: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self.cache.remove_prompts(prompts)
+        self.states.remove_prompts(prompts)
+
+    def park(self, row: int) -> int:
+        """See ``Backend``."""
+        handle = self.cache.park(row)
+        assert handle == self.states.park(row), "both count the rows that were parked"
+        return handle
+
+    def resume(self, handles: Sequence[int]) -> None:
+        """See ``Backend``."""
+        self.cache.resume(handles)
+        self.states.resume(handles)
+
+    def release(self, handle: int) -> None:
+        """See ``Backend``."""
+        self.cache.release(handle)
+        self.states.release(handle)
+
+
+class Probe(PackedPass):
+    """A pass that finds out what a model's layers keep."""
+
+    def __init__(self, *arguments: Any, read: KeysValues) -> None:
+        super().__init__(*arguments, read=read)
+        self.found = read
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        """By layer: query heads per key-value head, key-value heads, width of keys and of values."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
+        """See ``PackedPass``."""
+        need(layer not in self.shapes, "one of its attention layers is used more than once")
+        self.shapes[layer] = (len(q) // len(k), len(k), k.shape[-1], v.shape[-1])
+        return super().attend(layer, q, k, v, *others, **named)
+
+
+class Step:
+    """What mixes the tokens of a decode step, one of each row; a ``Mixing``.
+
+    Args:
+        cache, states: of the rows; both are written.
+        layout: the step's.
+        layers: the number of each attention layer in the cache.
+    """
+
+    def __init__(self, cache: GroupCache, states: RowStates, layout: storage.Layout, layers: dict[int, int]) -> None:
+        self.tokens = layout.count
+        self._cache, self._states, self._layout, self._layers = cache, states, layout, layers
+
+    def select(self, found: Hidden) -> Hidden:
+        """See ``Mixing``."""
+        return found.select(slice(self.tokens))
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        window: int | None,
+        cap: float | None,
+        drawn_N: Tensor | None = None,  # noqa: ARG002
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See ``Mixing``."""
+        need(sinks is None, "attention has sinks")
+        q_SAD, k_SAD, v_SAD = (part[:, : self.tokens].transpose(0, 1) for part in (q, k, v))
+        number = self._layers[layer]
+        with torch.autocast(q.device.type, enabled=False):
+            self._cache.write_rows(number, self._layout, k_SAD, v_SAD)
+            out = attend_in_two_parts(q_SAD, self._cache, number, self._layout, scaling, window, cap)
+        return functional.pad(out.transpose(0, 1), (0, 0, 0, self._layout.padding)).to(v.dtype)
+
+    def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
+        """See ``Mixing``."""
+        tails = self._states[key]
+        whole = torch.cat([tails.to(x_TH.dtype), x_TH[:, None]], 1)
+        tails.copy_(whole[:, 1:])
+        return torch.einsum("swh,hw->sh", whole.to(weight.dtype), weight)
+
+    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:  # noqa: ARG002
+        """See ``Mixing``."""
+        return recurrence.step(*values, self._states[key])
