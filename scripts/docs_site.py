@@ -88,7 +88,7 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
 
     def linked(match: re.Match[str]) -> str:
         words = match[2]
-        target = targets.get(words) if words else None
+        target = targets.get(words.partition(" = ")[0]) if words else None  # also `rollout.lag = 1`
         if words and target is None and words.startswith("cohort "):
             target = targets.get(" ".join(words.split()[:2]))
         if target is None or target.partition("#")[0] == page.file.src_uri.replace(".md", ".html"):

@@ -48,7 +48,7 @@ def test_links_of_the_description_lead_into_the_repository(wheel):
     repository = urls["Repository"]
     assert all(address.startswith(repository) for address in urls.values())
     links = re.findall(r"\]\(([^)]*)\)", wheel.metadata.core.readme)
-    assert f"{repository}/blob/HEAD/docs/reliability.md" in links
+    assert f"{repository}/blob/HEAD/docs/index.md" in links
     for link in links:
         if link.startswith(repository):
             kind, head, path = link.removeprefix(f"{repository}/").split("/", 2)

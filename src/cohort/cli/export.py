@@ -28,7 +28,7 @@ Trained with [GRPO](https://huggingface.co/papers/2402.03300) by Cohort.
     sort_key=22,
     usage="Usage: cohort export MODEL FOLDER [--dtype DTYPE] [--checkpoint STEP] [--push-to-hub NAME]",
     help_epilogue="The folder has config, tokenizer and safetensors, as transformers, vLLM and llama.cpp load them. "
-    "docs/recipes/ship.md shows the commands.",
+    "'cohort docs recipes/ship' shows the commands.",
 )
 def export(
     model: str,
