@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo quick test parity slow ranks kills mutants families check docs format model gpu fake-cuda vllm vllm-test clean
+.PHONY: demo quick test parity slow ranks kills mutants families check docs lowest newest package format model gpu fake-cuda vllm vllm-test clean
 
 demo: .venv/demo.stamp
 	$(BIN)/cohort demo
@@ -69,6 +69,15 @@ model: .venv/demo.stamp
 	$(BIN)/python scripts/build_demo_model.py
 	$(BIN)/python scripts/build_demo_model.py tool
 
+# The tests with the lowest versions that pyproject.toml allows, and with the newest of the index. Each environment has
+# the CUDA build of torch on Linux: about 7 GB. Warnings of other versions are not errors.
+lowest newest: %: .venv-%/stamp
+	.venv-$*/bin/python -m pytest -q -n auto --dist worksteal -W default --ignore=tests/parity
+
+# Builds the wheel and the source distribution, and tries what a user does with the installed wheel and the unpacked tests.
+package: .venv/dev.stamp
+	bash scripts/try_package.sh $(BIN)/python $(CONSTRAINTS)
+
 # vLLM in an environment of its own, and the tests with a real server (see docs/scale.md).
 vllm: .venv-vllm/stamp
 
@@ -79,7 +88,7 @@ vllm-test: .venv/dev.stamp .venv-vllm/stamp
 	$(BIN)/python -m pytest -q -n0 -m vllm tests/rollout
 
 clean:
-	rm -rf .venv .venv-cuda .venv-vllm
+	rm -rf .venv .venv-cuda .venv-vllm .venv-lowest .venv-newest
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -105,6 +114,17 @@ clean:
 	grep -v '^torch==' $(CONSTRAINTS) > .venv-cuda/constraints.txt
 	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
 	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c .venv-cuda/constraints.txt -e '.[dev]'
+	touch $@
+
+.venv-lowest/stamp: pyproject.toml scripts/lowest.py
+	$(PYTHON) -m venv .venv-lowest
+	$(PYTHON) scripts/lowest.py > .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install -q --disable-pip-version-check -c .venv-lowest/constraints.txt -e '.[dev]'
+	touch $@
+
+.venv-newest/stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install -q --disable-pip-version-check --upgrade -e '.[dev]'
 	touch $@
 
 .venv/bench.stamp: .venv/dev.stamp

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -17,14 +19,15 @@ from pydantic.fields import FieldInfo
 
 import cohort.cli.main  # noqa: F401  (the commands)
 from cohort.cli.app import app
-from cohort.config import GRPOConfig
+from cohort.config import GRPOConfig, Source
 from cohort.config.section import Section, subsection
 from cohort.objective import explain
-from cohort.presets import PRESETS
+from cohort.presets import PRESETS, Objective
+from cohort.presets.base import kinds
 from cohort.rewards.names import BUILTIN_REWARDS, explain_reward
 from cohort.runs.changes import MAY_CHANGE_ON_RESUME
 
-SETTINGS, COMMANDS = "reference/settings.md", "reference/commands.md"
+SETTINGS, PARTS, COMMANDS = "reference/settings.md", "reference/parts.md", "reference/commands.md"
 ROOMS = {
     "cohort": "What most programs need.",
     "cohort.callbacks": "",
@@ -51,6 +54,7 @@ def pages() -> dict[str, str]:
     python = {f"reference/python/{module}.md": _python_page(module, text) for module, text in ROOMS.items()}
     return {
         SETTINGS: settings_page(),
+        PARTS: parts_page(),
         COMMANDS: commands_page(),
         "reference/presets.md": presets_page(),
         "reference/rewards.md": rewards_page(),
@@ -74,7 +78,50 @@ def settings_page() -> str:
         for key, field in section.model_fields.items():
             if subsection(field.annotation) is None:
                 lines += _setting(f"{path}.{key}", field)
+    lines += ["## A source of rows { #source }", _prose(Source.__doc__ or "")]
+    for key, field in Source.model_fields.items():
+        lines += _setting(f"source.{key}", field, f"As `data.{key}`.")
     return "\n\n".join(lines) + "\n"
+
+
+def parts_page() -> str:
+    """Every part of an objective that has numbers: its rules, with the numbers' ranges, defaults and meanings."""
+    lines = [
+        "# Parts of an objective",
+        "The rules that the settings of `[objective]` choose between, with their numbers. A part is a word, as in "
+        '`group_filter = "drop_dead"`, or a table, as in `trust_region = { rule = "ppo_clip", high = 1.28 }`; unset '
+        "numbers are the preset's, or those given here if the rule is another one. On the command line: "
+        "`--objective.trust_region.high 1.28`. [The guide](../objective.md) has the formulas.",
+    ]
+    for name, setting in Objective.model_fields.items():
+        if rules := {
+            rule: kind
+            for annotation in [setting.annotation, *setting.metadata]
+            for rule, kind in kinds(annotation).items()
+        }:
+            lines.append(f"## {name} {{ #{name} }}")
+        for rule, kind in rules.items():
+            source = f" Source: {kind.source}." if kind.source else ""
+            lines += [f"### {rule} {{ #{name}.{rule} }}"] * (rule != name) + [
+                _prose((inspect.getdoc(kind) or "") + source)
+            ]
+            meanings = _field_docstrings(kind)
+            numbers = {key: field for key, field in kind.model_fields.items() if key != "rule"}
+            entries = [f"- `{key}`: {_facts(field)}. {_prose(meanings.get(key, ''))}" for key, field in numbers.items()]
+            lines.append("\n".join(entries))
+    return "\n\n".join(lines) + "\n"
+
+
+def _field_docstrings(kind: type[BaseModel]) -> dict[str, str]:
+    """The texts below the fields of a class, which pydantic keeps for the sections of the settings only."""
+    found = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("cohort.presets"):
+            body = ast.parse(inspect.getsource(base)).body[0].body  # type: ignore[attr-defined]
+            for field, text in itertools.pairwise(body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[ast.unparse(field.target)] = ast.literal_eval(text.value)
+    return found
 
 
 def setting_names() -> set[str]:
@@ -95,13 +142,19 @@ def _sections(path: str, schema: type[BaseModel]) -> Iterator[tuple[str, type[Ba
             yield from _sections(name, table)
 
 
-def _setting(path: str, field: FieldInfo) -> list[str]:
+def _facts(field: FieldInfo) -> str:
+    """The type and the default of a setting."""
     kind = type_in_words(TypeAdapter(field.rebuild_annotation()).json_schema())
-    default = "unset" if field.default is None else f"`{_toml(field.default)}`"
+    if field.is_required():
+        return f"{kind} · required"
+    return f"{kind} · default {'unset' if field.default is None else f'`{_toml(field.default)}`'}"
+
+
+def _setting(path: str, field: FieldInfo, otherwise: str = "") -> list[str]:
     parts = path.split(".")
     changes = any(".".join(parts[:n]) in MAY_CHANGE_ON_RESUME for n in range(1, len(parts) + 1))
-    facts = f"{kind} · default {default}{' · may change' if changes else ''}"
-    return [f"### {path} {{ #{path} }}", f"{facts}\n{{ .setting }}", _prose(field.description or "")]
+    facts = f"{_facts(field)}{' · may change' if changes else ''}\n{{ .setting }}"
+    return [f"### {path} {{ #{path} }}", facts, _prose(field.description or otherwise)]
 
 
 def _toml(value: Any) -> str:
@@ -213,8 +266,9 @@ def _offered(module: str) -> list[Any]:
 
 def _prose(text: str) -> str:
     """A docstring as Markdown: its characters are shown, apart from code in backticks."""
-    spans = re.split(r"(`[^`]*`)", " ".join(text.split()))
-    return _linked("".join(span if span.startswith("`") else re.sub(r"([*_<>\[\]])", r"\\\1", span) for span in spans))
+    spans = re.split(r"(`+[^`]+`+)", " ".join(text.split()))
+    shown = (span if span[:1] == "`" else re.sub(r"([*_>\[\]])", r"\\\1", span.replace("<", "&lt;")) for span in spans)
+    return _linked("".join(shown))
 
 
 def _linked(text: str) -> str:

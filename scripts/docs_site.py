@@ -88,13 +88,14 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
 
     def linked(match: re.Match[str]) -> str:
         words = match[2]
-        target = targets.get(words) if words else None
+        target = targets.get(words.partition(" = ")[0]) if words else None  # also `rollout.lag = 1`
         if words and target is None and words.startswith("cohort "):
             target = targets.get(" ".join(words.split()[:2]))
         if target is None or target.partition("#")[0] == page.file.src_uri.replace(".md", ".html"):
             return match[0]
         return f'<a href="{get_relative_url(target, page.url)}"><code>{words}</code></a>'
 
+    html = re.sub(r"<td>.*?</td>", lambda cell: cell[0].replace(r"\|", "|"), html, flags=re.DOTALL)  # as code hosts do
     html = re.sub(rf"{SKIPPED}|<code>([^<]+)</code>", linked, html, flags=re.DOTALL)
     return re.sub(r"(?<=<code>)[\w.]+(?:/[\w.@*]+)+(?=</code>)", lambda name: name[0].replace("/", "/<wbr>"), html)
 

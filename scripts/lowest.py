@@ -1,7 +1,6 @@
 """The lower bounds of the dependencies in ``pyproject.toml`` as pip constraints.
 
-python scripts/lowest.py > lowest.txt
-make test CONSTRAINTS=lowest.txt
+``make lowest`` runs the tests with them.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 
 from cohort.config import annotated_toml
+from cohort.presets import Objective
+from cohort.presets.base import kinds
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +32,25 @@ def test_every_setting_of_the_annotated_file_has_an_entry(reference):
         if found := re.match(r"(?:# )?(\w+) =", line):
             expected.append(f"{section}.{found[1]}")
     page = reference.settings_page()
-    assert sorted(re.findall(r"^### \S+ \{ #(\S+) \}$", page, re.MULTILINE)) == sorted(expected)
+    entries = re.findall(r"^### \S+ \{ #(\S+) \}$", page, re.MULTILINE)
+    assert sorted(entry for entry in entries if not entry.startswith("source.")) == sorted(expected)
     assert set(expected) == reference.setting_names()
     entry = page.partition("{ #rollout.top_p }\n")[2].split("###")[0].split()
     assert " ".join(entry) == (
         "number above 0, at most 1 · default `1.0` { .setting } Sample from the smallest set of most likely tokens whose "
         "probabilities add up to p. 1: all."
+    )
+
+
+def test_every_number_of_a_part_has_an_entry(reference):
+    page = reference.parts_page()
+    assert "- `high`: number, at least 0 · default `1.2`. " in page.partition("{ #trust_region.ppo_clip }")[2]
+    assert "1 divides by n - 1 (TRL, verl), 0 by n; the paper does not say." in page
+    assert page.count("\n- `") == sum(
+        len(kind.model_fields) - 1
+        for field in Objective.model_fields.values()
+        for annotation in [field.annotation, *field.metadata]
+        for kind in kinds(annotation).values()
     )
 
 
@@ -50,7 +65,7 @@ def test_a_type_in_words(reference):
 
 def test_prose_is_shown_as_it_is_written(reference):
     assert reference._prose("a <- b * c, see 'cohort docs scale' and `x * y`") == (
-        r"a \<- b \* c, see [scale](../scale.md) and `x * y`"
+        r"a &lt;- b \* c, see [scale](../scale.md) and `x * y`"
     )
 
 

@@ -295,8 +295,8 @@ class GRPOTrainer:
         try:
             self._callbacks.start(first_step, self._facts, parts.pending)
             before = evaluate_before(parts, self.schedule, self.args, folder, self.summary)
-            if before and self._prints:
-                announce(evaluation_line(before, "before training"))
+            if before and self.evaluator and self._prints:
+                announce(evaluation_line(before, "before training", str(self.evaluator.success or "")))
             for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
                 self.last_metrics, self.last_updates = metrics, parts.each_update
                 record_step(self.summary, parts, self.args, metrics, self.started)

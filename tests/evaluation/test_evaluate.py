@@ -310,8 +310,9 @@ def test_evaluating_without_data(demo_tokenizer):
 def test_the_line_of_an_evaluation():
     metrics = {}
     for name, mean in (("reward", 0.5), ("rewards/math", 0.25), ("pass@1", 0.5), ("length", 9.0), ("cut_share", 0.1)):
-        metrics |= {f"eval/{name}/mean": mean, f"eval/{name}/low": mean - 0.1, f"eval/{name}/high": None}
-    line = "reward 0.500 (0.400 to none), math 0.250 (0.150 to none), pass@1 0.500 (0.400 to none)"
+        metrics |= {f"eval/{name}/mean": mean, f"eval/{name}/low": mean - 0.1, f"eval/{name}/high": 0.9}
+    metrics["eval/rewards/math/low"] = None  # no interval of equal values
+    line = "reward 0.500 (0.400 to 0.900), math 0.250, pass@1 0.500 (0.400 to 0.900)"
     assert evaluation_line(metrics | {"eval/errors": 0}, "after step 3") == f"evaluation after step 3: {line}"
     assert "pass@1 by math >= 1 0.500" in evaluation_line(metrics, "after step 3", "math >= 1")
 

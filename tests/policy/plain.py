@@ -30,7 +30,9 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 def model_of(family, settings):
     torch.manual_seed(0)
-    return disturbed(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)))
+    # Before 5.21 transformers chooses SDPA for Gemma 2 and drops its soft caps.
+    attention = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    return disturbed(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), **attention))
 
 
 def policy_of(family, settings, precision=DOUBLE):

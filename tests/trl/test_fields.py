@@ -101,6 +101,10 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "greater_is_better": {"eval_strategy": "steps", "eval_steps": 5, "metric_for_best_model": "eval_reward"},
 }
 """What else must be set for a field to mean something. Fields of vLLM have ``use_vllm``."""
+NEWER = {"activation_checkpointing", "activation_checkpointing_kwargs"} - {
+    field.name for field in fields(TrainingArguments)
+}
+"""Fields that the installed transformers does not have yet."""
 NOT_HERE = {
     "gradient_checkpointing": "on a GPU",
     "activation_checkpointing": "on a GPU",
@@ -152,7 +156,7 @@ def with_field(name: str) -> Settings:
 
 
 def test_every_field_of_the_class_and_of_transformers_has_a_verdict():
-    assert set(FIELDS) == {field.name for field in fields(GRPOConfig)}
+    assert set(FIELDS) - NEWER == {field.name for field in fields(GRPOConfig)}
     assert {field.name for field in fields(TrainingArguments)} <= set(FIELDS)
 
 
@@ -186,7 +190,7 @@ def test_a_translated_field_changes_the_setting_that_it_names(name: str):
     assert attrgetter(place)(with_field(name)) != attrgetter(place)(without(name))
 
 
-@pytest.mark.parametrize("name", of_verdict("no effect"))
+@pytest.mark.parametrize("name", sorted(set(of_verdict("no effect")) - NEWER))
 def test_a_field_without_effect_changes_nothing(name: str):
     assert with_field(name) == without(name)
 

@@ -106,6 +106,8 @@ def test_vllm_in_the_trainer_s_process_is_a_server_of_one_process(monkeypatch):
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
 def test_activations_are_recomputed_on_a_gpu_alone(name: str):
+    if name not in GRPOConfig.__dataclass_fields__:
+        pytest.skip("the installed transformers has only the older name")
     assert not translated().model.gradient_checkpointing
     for wanted in (True, False):
         args = GRPOConfig("out", **{name: wanted})

@@ -32,6 +32,7 @@ from cohort.policy.load import load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes
 from cohort.policy.router import experts_per_token
 from cohort.policy.rows import Distribution, PackedRows
+from cohort.policy.vision import freeze_the_rest
 from cohort.types import Support
 
 
@@ -176,6 +177,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         model.to(device=place, dtype=precision.master)
         if has_adapters(model):
             keep_in_compute_dtype(model, precision)
+    freeze_the_rest(model)
     name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
     check_finite_weights(dict(model.named_parameters()), name)
     if config.lora.wanted:

@@ -53,9 +53,10 @@ def evaluation_line(metrics: dict[str, Any], when: str, success: str = "") -> st
     for key, mean in metrics.items():
         name, metric = split_metric(key)
         if key.startswith("eval/") and key.endswith("/mean") and metric not in ("length", "cut_share"):
-            low, high = (number(metrics.get(key.removesuffix("mean") + end)) for end in ("low", "high"))
+            low, high = (metrics.get(key.removesuffix("mean") + end) for end in ("low", "high"))
+            interval = "" if low is None or high is None else f" ({number(low)} to {number(high)})"
             title = metric.removeprefix("rewards/") + (f" by {success}" if success and "@" in metric else "")
-            sets.setdefault(name, []).append(f"{title} {number(mean)} ({low} to {high})")
+            sets.setdefault(name, []).append(f"{title} {number(mean)}{interval}")
     found = [f"{name}: " * bool(name) + ", ".join(parts) for name, parts in sets.items()]
     return f"evaluation {when}: " + "; ".join(found)
 
