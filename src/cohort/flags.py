@@ -134,6 +134,9 @@ class EvalFlags(SamplingFlags):
     """Report the majority vote of k completions for each of these k. Needs a reward that logs answers."""
     output: Annotated[str | None, OUTPUT, FILE] = None
     """Write one line of JSON per row: columns, completions, rewards, pass_rate."""
+    pass_rates: Annotated[str | None, OUTPUT, FILE] = None
+    """Write the rows with a column pass_rate, the share of correct completions: training data for data.filter and
+    data.curriculum. Needs --n 2 or more."""
     json: Annotated[str | None, OUTPUT, FILE] = None
     """Write all numbers as JSON."""
 

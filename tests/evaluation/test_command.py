@@ -89,7 +89,8 @@ def lines(path):
 
 def test_the_table_the_rows_and_the_summary(rows, tmp_path, capsys):
     arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--n", "2", "--k", "1", "2", "--max-tokens", "96")
-    assert evaluate(*arguments, *SETTINGS, "--output", "out.jsonl", "--json", "all.json") == 0
+    files = ("--output", "out.jsonl", "--pass-rates", "rates.jsonl", "--json", "all.json")
+    assert evaluate(*arguments, *SETTINGS, *files) == 0
     printed = capsys.readouterr()
     assert "12 prompts, 95% intervals over them" in printed.out
     assert "12 prompts x 2 = 24 completions, seed 0" in printed.err
@@ -106,6 +107,8 @@ def test_the_table_the_rows_and_the_summary(rows, tmp_path, capsys):
         texts = [one["completion"] for one in row["samples"]]
         assert [one["rewards/accuracy"] for one in row["samples"]] == accuracy(texts, [row["answer"]] * 2)
         assert row["pass_rate"] == sum(accuracy(texts, [row["answer"]] * 2)) / 2
+    rated = [row | {"pass_rate": one["pass_rate"]} for row, one in zip(rows, written, strict=True)]
+    assert lines(tmp_path / "rates.jsonl") == rated  # the rows, and nothing else
     assert summary["sampling"].startswith("temperature 1,")
     assert summary["comparison"] == {}
 
@@ -241,6 +244,10 @@ MODEL_RUN = " ".join([RUN, *SETTINGS])
         (f"--data . --reward {REWARD} --output rows.jsonl --overwrite", "is an input file"),
         ("--data a.jsonl --reward rows.jsonl.py:f(x=1) --output rows.jsonl.py --overwrite", "is an input file"),
         (f"{RUN} --json a --output ./a", "are the same file"),
+        (f"{RUN} --output a --pass-rates ./a", "are the same file"),
+        (f"{RUN} --pass-rates rows.jsonl --n 4", "rows.jsonl exists"),
+        (f"{MODEL_RUN} --max-tokens 9 --pass-rates a.jsonl", "give --n 4 or more"),
+        (f"{MODEL_RUN} --reward {REWARD} gsm8k --max-tokens 9 --n 4 --pass-rates a.jsonl", "give --success"),
         (f"{RUN} --json no/where.json", "there is no folder no"),
     ],
 )

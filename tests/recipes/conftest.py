@@ -1,6 +1,7 @@
 """Recipes run as they are shipped, but for settings on the command line that make them small."""
 
 import contextlib
+import importlib.util
 import json
 
 import pytest
@@ -32,6 +33,20 @@ def run_recipe(tmp_path_factory):
         return folder / "run"
 
     return run
+
+
+@pytest.fixture(scope="session")
+def recipe_file():
+    """``recipe_file("compare", "compare.py")``: the Python file of a recipe as a module."""
+
+    def load(name, file):
+        path = shipped.recipes()[name].folder / file
+        spec = importlib.util.spec_from_file_location(f"{name}_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,8 @@ from cohort.data import Data, load_sets
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
 from cohort.errors import ConfigError, DataError, NonFiniteError
-from cohort.evaluation.evaluate import Evaluation, Evaluator, check_settings
-from cohort.evaluation.show import compared, show, write_rows, write_summary
+from cohort.evaluation.evaluate import Evaluation, Evaluator, Success, check_settings
+from cohort.evaluation.show import compared, show, write_pass_rates, write_rows, write_summary
 from cohort.flags import EvalFlags
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner
@@ -125,14 +125,30 @@ class Request(EvalFlags):
         """
         rewards = [f"{name.partition('.py:')[0]}.py" for name in settings.reward.functions if ".py:" in name]
         read = [*_paths(settings.data.eval), *rewards, *filter(None, [self._source()])]
-        given = {"--output": self.output, "--json": self.json}
+        given = {"--output": self.output, "--pass-rates": self.pass_rates, "--json": self.json}
         files = {flag: Path(file).expanduser() for flag, file in given.items() if file is not None}
         for flag, path in files.items():
             self.check_output(flag, path)
             if any(_is_read(path, one) for one in read):
                 raise ConfigError(f"{flag} {path} is an input file of rows, rewards or settings: choose another")
         if len({path.resolve() for path in files.values()}) < len(files):
-            raise ConfigError("--output and --json are the same file: choose two")
+            raise ConfigError(f"{' and '.join(files)}: two of them are the same file")
+
+    def check_pass_rates(self, settings: GRPOConfig, functions: Sequence[str]) -> None:
+        """Check that ``--pass-rates`` can be measured.
+
+        Raises:
+            ConfigError: one completion per prompt is sampled, or nothing decides what is correct.
+        """
+        if self.pass_rates is None:
+            return
+        if settings.eval.num_generations_eval < 2:
+            raise ConfigError("--pass-rates: with one completion per prompt, a pass rate is 0 or 1: give --n 4 or more")
+        if Success.of(settings.eval, functions) is None:
+            raise ConfigError(
+                f"--pass-rates: several functions may decide what is correct: give --success, one of "
+                f"{', '.join(functions)}"
+            )
 
 
 def _paths(given: Any) -> list[str]:
@@ -186,6 +202,7 @@ def evaluate(request: Request) -> int:
     data = load_sets(None, settings.data)
     # The metric of the run's best model does not matter here.
     check_settings(settings.eval.model_copy(update={"metric_for_best_model": None}), tuple(data), rewards.names)
+    request.check_pass_rates(settings, rewards.names)
     resolve_device(settings.model.device)
     names = [request.model] if request.against is None else [request.model, request.against]
     chosen = [model_of(request.model, request.checkpoint), *map(model_of, names[1:])]
@@ -262,18 +279,19 @@ def _check_same_prompts(subjects: Sequence[Subject]) -> None:
 def _evaluations(request: Request, settings: GRPOConfig, subjects: Sequence[Subject]) -> list[Mapping[str, Evaluation]]:
     """Evaluate the models, each freed before the next is loaded, and write the completions of the first."""
     found: list[Mapping[str, Evaluation]] = []
-    written = "nothing was written"
+    written: list[str] = []
     try:
         for subject in subjects:
             found.append(_evaluation(subject, request.settings_for(subject.name, settings), quiet=request.quiet))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            if request.output and len(found) == 1:
-                write_rows(request.output, subject.evaluator, found[0])
-                written = f"{request.output} is written"
+            for file, write in ((request.output, write_rows), (request.pass_rates, write_pass_rates)):
+                if file and len(found) == 1:
+                    write(file, subject.evaluator, found[0])
+                    written.append(f"{file} is written")
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(written) from None
+        raise KeyboardInterrupt(", ".join(written) or "nothing was written") from None
     return found
 
 

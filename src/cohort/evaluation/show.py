@@ -165,6 +165,26 @@ def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
     write_atomically(Path(file).expanduser(), text)
 
 
+def write_pass_rates(file: str, evaluator: Evaluator, found: Evaluations) -> None:
+    """Write one JSON line per prompt: the row's columns, with the measured ``pass_rate`` in place of an earlier one.
+
+    Args:
+        file: path of the output.
+        evaluator: the evaluator of the sets.
+        found: the evaluation of each set, which knows what is correct.
+    """
+    count, lines = evaluator.settings.num_generations_eval, []
+    for name, evaluation in found.items():
+        assert evaluation.success is not None  # checked before any model is loaded
+        table = evaluation.table.select([f"rewards/{evaluation.success.function}"]).to_pylist()
+        for index, first in enumerate(range(0, len(table), count)):
+            row = evaluator.sets[name].prompt(index, uid=index).columns
+            rate = pass_rate(table[first : first + count], evaluation.success)
+            lines.append(as_json({**row, "pass_rate": rate}, ensure_ascii=False, default=str))
+    text = "".join(lines).encode("utf-8", "backslashreplace").decode()
+    write_atomically(Path(file).expanduser(), text)
+
+
 def pass_rate(samples: Sequence[Mapping[str, Any]], success: Success) -> float | None:
     """Share of the scored completions that are correct; None if none was scored."""
     rewards = [reward for one in samples if (reward := one[f"rewards/{success.function}"]) is not None]

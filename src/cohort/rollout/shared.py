@@ -62,8 +62,8 @@ class SharedBackend(Backend):
         self._run([[0, 0]], probe)
         shapes = set(probe.shapes.values())
         need(len(shapes) <= 1, "its layers differ in the shapes of their keys and values")
-        self._group, self._heads, self._width, *value = shapes.pop() if shapes else (1, 1, 1, 1)
-        need(value == [self._width], "its keys and values differ in width")
+        self._group, self._heads, *self._widths = shapes.pop() if shapes else (1, 1, 1, 1)
+        self._width = max(self._widths)  # as which both keys and values are stored
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
         states = [parts[0] for key, parts in probe.found.items() if key not in self._layers]
         self._state_bytes = sum(state.nbytes for state in states)
@@ -117,7 +117,7 @@ class SharedBackend(Backend):
         logits = self._run(prompts, PackedPass(Layout(lengths, self.policy.device), self._native, read=found))
         first = self.cache.add_prompts(lengths)
         for layer, number in self._layers.items():
-            k, v = (part.split(lengths, 1) for part in found[layer])
+            k, v = (_widened(part, self._width).split(lengths, 1) for part in found[layer])
             for prompt in range(len(prompts)):
                 self.cache.write_prompt(number, first + prompt, k[prompt].transpose(0, 1), v[prompt].transpose(0, 1))
         self.states.add_prompts(self._states_in(found), len(prompts))
@@ -154,11 +154,12 @@ class SharedBackend(Backend):
         prefixes: KeysValues = dict(self.states.of_rows(rows))
         for layer, number in self._layers.items():
             parts = [self.cache.text(number, row) for row in rows]
-            prefixes[layer] = tuple(torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True))
+            both = (torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True))
+            prefixes[layer] = tuple(part[..., :width] for part, width in zip(both, self._widths, strict=True))
         layout = Layout(lengths, self.policy.device, range(len(rows)), before)
         logits = self._run(texts, PackedPass(layout, self._native, read=found, prefixes=prefixes))
         for layer, number in self._layers.items():
-            k, v = (part.split(lengths, 1) for part in found[layer])
+            k, v = (_widened(part, self._width).split(lengths, 1) for part in found[layer])
             for index, row in enumerate(rows):
                 self.cache.append(number, row, k[index].transpose(0, 1), v[index].transpose(0, 1))
         self.cache.grow(rows, lengths)
@@ -195,6 +196,11 @@ class SharedBackend(Backend):
         """See ``Backend``."""
         self.cache.release(handle)
         self.states.release(handle)
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    """Values with zeros at the end of their last axis, which then has a width."""
+    return functional.pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values
 
 
 class Probe(PackedPass):
@@ -253,13 +259,14 @@ class Step:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``Mixing``."""
-        need(sinks is None, "attention has sinks")
-        q_SAD, k_SAD, v_SAD = (part[:, : self.tokens].transpose(0, 1) for part in (q, k, v))
+        width, parts = self._cache.width, (q, k, v)
+        q_SAD, k_SAD, v_SAD = (_widened(part[:, : self.tokens].transpose(0, 1), width) for part in parts)
         number = self._layers[layer]
         with torch.autocast(q.device.type, enabled=False):
             self._cache.write_rows(number, self._layout, k_SAD, v_SAD)
-            out = attend_in_two_parts(q_SAD, self._cache, number, self._layout, scaling, window, cap)
-        return functional.pad(out.transpose(0, 1), (0, 0, 0, self._layout.padding)).to(v.dtype)
+            out = attend_in_two_parts(q_SAD, self._cache, number, self._layout, scaling, window, cap, sinks)
+        out = out[..., : v.shape[-1]].transpose(0, 1)
+        return functional.pad(out, (0, 0, 0, self._layout.padding)).to(v.dtype)
 
     def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
         """See ``Mixing``."""

@@ -111,7 +111,8 @@ def test_progress_false_prints_nothing(tmp_path, capsys):
 
 
 def test_reasons_for_missing_scores():
-    unscored = {"reward/mean": None, "groups/dead_share": 1.0, "rewards/gsm8k/unscored_share": 1.0}
+    unscored = {"reward/mean": None, "groups/dead_share": 1.0, "groups/unscored_share": 1.0}
+    unscored |= {"rewards/gsm8k/unscored_share": 1.0}
     assert why_no_gradient(unscored | {"rewards/gsm8k/failed": 0}) == (
         "no update had a gradient: no completion was scored, because gsm8k returned None for every one"
     )

@@ -26,7 +26,9 @@ def why_no_gradient(metrics: Mapping[str, Any]) -> str:
     if left_out and left_out == number(metrics, "groups/sampled"):
         return "no update was made: every group has equal rewards, and objective.group_filter dropped them all"
     if "reward/mean" in metrics and metrics["reward/mean"] is None:
-        names = [key.split("/")[1] for key, value in metrics.items() if key.endswith("/unscored_share") and value == 1]
+        begin, end = "rewards/", "/unscored_share"
+        keys = [key for key, value in metrics.items() if key.startswith(begin) and key.endswith(end) and value == 1]
+        names = [key.removeprefix(begin).removesuffix(end) for key in keys]
         verbs = ["failed on" if metrics.get(f"rewards/{name}/failed") else "returned None for" for name in names]
         reasons = [f"{name} {verb} every one" for name, verb in zip(names, verbs, strict=True)]
         if (errors := number(metrics, "completions/errors")) and not reasons:
