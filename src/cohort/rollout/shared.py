@@ -26,9 +26,10 @@ from cohort.policy.passes import Hidden, KeysValues, PackedPass, StateKey
 from cohort.policy.recurrent import Recurrence
 from cohort.rollout import cache as storage
 from cohort.rollout.backend import Backend, texts_together
-from cohort.rollout.cache import TOKEN_MULTIPLE, GroupCache
+from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.group_attention import attend_in_two_parts
+from cohort.rollout.native.recurrent import STEPS, convolve_step
 from cohort.rollout.states import RowStates
 
 
@@ -137,10 +138,10 @@ class SharedBackend(Backend):
     def step(self, tokens_S: Tensor) -> Tensor:
         """See ``Backend``."""
         layout = self.cache.next_layout()
-        step = Step(self.cache, self.states, layout, self._layers)
+        step = Step(self.cache, self.states, layout, self._layers, native=self._native)
         ids_T = functional.pad(tokens_S, (0, layout.padding))
         hidden = self._body(ids_T, layout.positions, step)
-        return self._head.logits(hidden.states)
+        return self._head.logits(hidden.states, multiple=ROW_MULTIPLE)
 
     @torch.no_grad()
     def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
@@ -225,10 +226,20 @@ class Step:
         cache, states: of the rows; both are written.
         layout: the step's.
         layers: the number of each attention layer in the cache.
+        native: whether to use native kernels.
     """
 
-    def __init__(self, cache: GroupCache, states: RowStates, layout: storage.Layout, layers: dict[int, int]) -> None:
+    def __init__(
+        self,
+        cache: GroupCache,
+        states: RowStates,
+        layout: storage.Layout,
+        layers: dict[int, int],
+        *,
+        native: bool,
+    ) -> None:
         self.tokens = layout.count
+        self._native = native
         self._cache, self._states, self._layout, self._layers = cache, states, layout, layers
 
     def select(self, found: Hidden) -> Hidden:
@@ -260,10 +271,13 @@ class Step:
     def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
         """See ``Mixing``."""
         tails = self._states[key]
+        if self._native and x_TH.dtype == weight.dtype == tails.dtype == torch.float32:
+            return convolve_step(x_TH, weight, tails)
         whole = torch.cat([tails.to(x_TH.dtype), x_TH[:, None]], 1)
         tails.copy_(whole[:, 1:])
-        return torch.einsum("swh,hw->sh", whole.to(weight.dtype), weight)
+        return (whole.to(weight.dtype) * weight.T).sum(1)
 
     def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:  # noqa: ARG002
         """See ``Mixing``."""
-        return recurrence.step(*values, self._states[key])
+        step = STEPS[recurrence] if self._native else recurrence.step
+        return step(*values, self._states[key])
