@@ -39,7 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,20 +74,29 @@ class Shape:
     head_dim: int
     intermediate_size: int
     vocab_size: int
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of the architecture."""
 
     @property
     def cached_per_token(self) -> int:
         """Numbers that a token leaves in the key-value cache."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+        kinds = self.more.get("layer_types", ["attention"] * self.num_hidden_layers)
+        return (
+            2
+            * sum("attention" in kind and kind != "linear_attention" for kind in kinds)
+            * self.num_key_value_heads
+            * self.head_dim
+        )
 
     def model(self, device: str, dtype: torch.dtype) -> Any:
         """The model with random weights, always the same ones."""
-        from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         sizes = asdict(self)
-        kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}[sizes.pop("architecture")]
+        kind, more = sizes.pop("architecture"), sizes.pop("more")
         tokens = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
-        config = kind(**sizes, **tokens, tie_word_embeddings=True, max_position_embeddings=2048)
+        common = {"tie_word_embeddings": True, "max_position_embeddings": 2048}
+        config = AutoConfig.for_model(kind, **{**sizes, **tokens, **common, **more})
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -97,8 +106,60 @@ class Shape:
 
 MODELS = {
     "tiny": Shape("qwen2", 256, 6, 8, 4, 32, 768, 4096),
+    "qwen2.5-0.5b": Shape("qwen2", 896, 24, 14, 2, 64, 4864, 151_936),
     "qwen3-0.6b": Shape("qwen3", 1024, 28, 16, 8, 128, 3072, 151_936),
     "qwen3-1.7b": Shape("qwen3", 2048, 28, 16, 8, 128, 6144, 151_936),
+}
+TINY = (256, 8, 8, 4, 32, 768, 4096)
+MODELS |= {
+    "qwen3_5-tiny": Shape(  # gated delta rule, every fourth layer attention
+        "qwen3_5_text",
+        *TINY,
+        {
+            "layer_types": 2 * [*3 * ["linear_attention"], "full_attention"],
+            "linear_num_value_heads": 8,
+            "linear_num_key_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
+    "granite4-tiny": Shape(  # Mamba 2, every fourth layer attention, no experts
+        "granitemoehybrid",
+        *TINY,
+        {
+            "layer_types": 2 * [*3 * ["mamba"], "attention"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 768,
+            "mamba_n_heads": 16,
+            "mamba_d_head": 32,
+            "mamba_d_state": 64,
+            "mamba_chunk_size": 64,
+            "position_embedding_type": "nope",
+        },
+    ),
+    "lfm2-tiny": Shape(  # short convolutions, every fourth layer attention
+        "lfm2",
+        *TINY,
+        {"layer_types": 2 * [*3 * ["conv"], "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    "gpt-oss-tiny": Shape(  # sinks, every second layer with a window, 8 experts of which 2 are used
+        "gpt_oss",
+        *TINY[:5],
+        256,
+        TINY[6],
+        {
+            "layer_types": 4 * ["sliding_attention", "full_attention"],
+            "sliding_window": 128,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3_moe-tiny": Shape(  # 8 experts of which 2 are used
+        "qwen3_moe",
+        *TINY,
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1},
+    ),
 }
 MINIATURE = Shape("qwen2", 32, 1, 2, 1, 16, 32, 256)
 """Loads whatever a side loads on its first call, before its memory is measured."""

@@ -1,4 +1,4 @@
-"""Links between the repository's pages lead somewhere: files exist, and so do the headings they name.
+"""Links between the repository's pages lead somewhere: files exist, and so do the headings they name. Lists are lists.
 
 python scripts/check_docs.py
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def anchors(page: Path) -> set[str]:
@@ -33,9 +33,18 @@ def broken_links(page: Path) -> list[str]:
     return found
 
 
+def lists_without_a_blank_line(page: Path) -> list[str]:
+    """Lists that follow a line of text at once, which are lists for some readers of Markdown and text for others."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^(?![-#|<>]|\d+\. |\s)(.+)\n(?=(?:-|1\.) )", text, flags=re.MULTILINE)
+    return [
+        f"{page.relative_to(ROOT)}: no blank line between '...{line[-40:]}' and the list after it" for line in found
+    ]
+
+
 def main() -> int:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    found = [link for page in sorted(pages) for link in broken_links(page)]
+    found = [line for page in sorted(pages) for line in (*broken_links(page), *lists_without_a_blank_line(page))]
     print("\n".join(found) or f"links: ok in {len(pages)} pages")
     return 1 if found else 0
 

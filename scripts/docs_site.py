@@ -95,6 +95,7 @@ def on_page_content(html: str, page: Page, **_: Any) -> str:
             return match[0]
         return f'<a href="{get_relative_url(target, page.url)}"><code>{words}</code></a>'
 
+    html = re.sub(r"<td>.*?</td>", lambda cell: cell[0].replace(r"\|", "|"), html, flags=re.DOTALL)  # as code hosts do
     html = re.sub(rf"{SKIPPED}|<code>([^<]+)</code>", linked, html, flags=re.DOTALL)
     return re.sub(r"(?<=<code>)[\w.]+(?:/[\w.@*]+)+(?=</code>)", lambda name: name[0].replace("/", "/<wbr>"), html)
 

@@ -57,8 +57,7 @@ FAMILIES = {
     "falcon alibi": (BARE | {"num_attention_heads": 4, "alibi": True}, REFILL),
     "mpt": (COMMON | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}, REFILL),
     "stablelm": (SMALL, REFILL),
-    "mixtral": (SMALL | {"num_local_experts": 4}, REFILL),
-    "qwen3_moe": (EXPERTS, REFILL),
+    "granitemoe": (SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}, REFILL),
     "deepseek_v3": (  # keys and values of different width
         SMALL
         | {
@@ -75,21 +74,11 @@ FAMILIES = {
             "v_head_dim": 8,
             "first_k_dense_replace": 1,
         },
-        REFILL,
+        SHARED,
     ),
     # A window in some layers, or in all.
     "starcoder2": (SMALL | {"sliding_window": 6}, TURNS),
-    "gpt_oss": (
-        SMALL
-        | {
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-        TURNS,
-    ),
+    "granite_swa": (None, TURNS),  # with sinks
     # States, which padding on the left does not enter.
     "jamba": (
         SMALL
@@ -191,8 +180,8 @@ TELLING = (
     "gpt_neo",
     "falcon alibi",
     "deepseek_v3",
-    "qwen3_moe",
-    "gpt_oss",
+    "granitemoe",
+    "granite_swa",
     "qwen3_next",
     "lfm2",
     "mamba",
@@ -243,10 +232,10 @@ def test_a_turn_may_end_in_the_middle_of_a_group():
     assert seen == [[27, 3], [3, 3], [3, 2], [1]]
 
 
-ADDED = ["gpt2", "bloom", "falcon alibi", "gpt_neo", "gpt_oss", "lfm2", "mamba"]
+ADDED = ["gpt2", "bloom", "falcon alibi", "gpt_neo", "granite_swa", "lfm2", "mamba"]
 
 
-@pytest.mark.parametrize("family", telling(ADDED, "gpt2", "gpt_oss", "lfm2"))
+@pytest.mark.parametrize("family", telling(ADDED, "gpt2", "granite_swa", "lfm2"))
 def test_rows_may_be_added_and_removed_at_any_place(family):
     policy, backend = engine_of(family).policy, engine_of(family).backend
     texts = [prompt.token_ids for prompt in PROMPTS]
@@ -310,7 +299,7 @@ def test_nothing_is_held_afterwards(family):
     assert (held, lists, caches) == ([], [], [])
 
 
-@pytest.mark.parametrize("family", telling(["gpt2", "gpt_oss", "lfm2", "qwen3_next"], "gpt_oss", "lfm2"))
+@pytest.mark.parametrize("family", telling(["gpt2", "granite_swa", "lfm2", "qwen3_next"], "granite_swa", "lfm2"))
 def test_bfloat16(family):
     policy = Policy(made(family), Precision(torch.float32, torch.bfloat16))
     engine = LocalEngine(policy, LetterTokenizer(), (1,), max_batch_size=4)
@@ -373,7 +362,7 @@ def test_a_way_that_fails_is_passed_over():
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("gpt2", "attention"), ("gpt_oss", "padded"), ("lfm2", "padded"), ("glm_moe_dsa", "other"), ("mamba", None)],
+    [("gpt2", "attention"), ("granite_swa", "padded"), ("lfm2", "padded"), ("glm_moe_dsa", "other"), ("mamba", None)],
 )
 def test_cache_kinds(family, kind):
     assert cache_kind(engine_of(family).policy) == kind
@@ -423,7 +412,7 @@ def test_windows_longer_than_the_check_are_right_past_their_end():
 
 
 def test_a_budget_counts_every_way_but_the_one_without_a_cache():
-    for family in ("gpt2", "gpt_oss", "lfm2"):
+    for family in ("gpt2", "granite_swa", "lfm2"):
         engine = LocalEngine(engine_of(family).policy, LetterTokenizer(), (1,), cache_tokens=10)
         with pytest.raises(ConfigError, match="cache_tokens"):
             completions(engine)

@@ -227,7 +227,7 @@ def _checked_messages(messages: list[Any], where: str) -> list[Message]:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text":
                 expected = "the content of a message must be text, or a list of parts of type 'text'"
-                raise DataError(f"{where}: {expected}; one is of type {kind!r}")
+                raise DataError(f"{where}: {expected}; one is of type {kind!r}. Cohort trains on text alone")
     last = messages[-1]
     if not last.get("content") and last["role"] in ("user", "assistant"):
         raise DataError(f"{where}: the prompt is empty: the last message, of role {last['role']!r}, has no content")

@@ -35,6 +35,7 @@ typedef struct {
     int64_t q_stride, k_stride, v_stride, out_stride;
     const float *q_norm, *k_norm; /* factors of query-key norms; NULL: no norms */
     const float *cos, *sin;       /* [positions, rotated]; NULL: no rotation */
+    const float *sinks;           /* a score of each query head, without a value; NULL: none */
     int64_t rotated, neighbours;  /* the first `rotated` numbers, halves or neighbours together */
     int64_t norm_last;            /* whether the norms follow the rotation */
     void *own_k, *own_v, *prompt_k, *prompt_v;
@@ -158,9 +159,10 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
         for (int64_t query = first; query < first + group; query++) {
             float *of_prompt = scores + query * stride, *of_own = of_prompt + own_start;
             vec top = settle(s, of_prompt, least, seen, length, length, all(-INFINITY));
-            const float most = highest(settle(s, of_own, own_least, own_seen, own, own_most, top));
+            const float sink = l->sinks ? l->sinks[head * group + query - first] : -INFINITY;
+            const float most = fmaxf(sink, highest(settle(s, of_own, own_least, own_seen, own, own_most, top)));
             const vec total = exponentials(of_prompt, least, length, most, (vec){0});
-            sums[query] = sum(exponentials(of_own, own_least, own_most, most, total));
+            sums[query] = sum(exponentials(of_own, own_least, own_most, most, total)) + expf(sink - most);
         }
     }
     mix(queries, scores, stride, prompt_slot(s, l->prompt_v, rows[0], head, half), &of, least, length, out, half);

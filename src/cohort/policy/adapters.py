@@ -16,6 +16,7 @@ from cohort.errors import ModelError
 from cohort.policy.files import ADAPTER_FILE
 from cohort.policy.float32_head import is_float32
 from cohort.policy.load import PEFT_ASKS, Precision, load_adapter, peft_library
+from cohort.policy.vision import untrained_modules
 
 TRAINED, REFERENCE = "default", "reference"
 """Names of the trained adapter and of the reference's."""
@@ -80,6 +81,7 @@ def _new(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
         lora_dropout=config.dropout,
         target_modules=targets[0] if targets == ("all-linear",) else list(targets),
         modules_to_save=list(config.modules_to_save) or None,
+        exclude_modules=list(untrained_modules(model)) or None,
         use_rslora=config.variant == "rslora",
         use_dora=config.variant == "dora",
     )

@@ -16,19 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from cohort.parallel.full import class_before_sharding
-from cohort.policy.parts import Gated, Joint, Linear, Norm, UnsupportedModel, need
+from cohort.policy.parts import Experts, Gated, Joint, Linear, Norm, UnsupportedModel, need
 
 SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "vaultgemma"})
 """Families whose norms multiply by 1 + weight."""
-WINDOWS_OF_CONFIG = frozenset({"mistral", "phi3"})
+WINDOWS_OF_CONFIG = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
 """Families with one window for all layers, which their modules do not store."""
-ROTATED_WITHIN_WINDOWS = frozenset({"cohere2", "exaone4"})
-"""Families that rotate only in layers with a window; Exaone 4 in all layers if none has one."""
-NORMED_AFTER_ROTATION = frozenset({"hunyuan_v1_dense"})
+ROTATED_WITHIN_WINDOWS = frozenset({"cohere2", "exaone4", "exaone_moe"})
+"""Families that rotate only in layers with a window; Exaone in all layers if none has one."""
+NORMED_AFTER_ROTATION = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
 """Families that normalise queries and keys after the rotation."""
+RETURNED_ANGLES = {"cohere": "each twice", "cohere2": "each twice", "gpt_oss": "once"}
+"""How a family's rotary embedding returns the R/2 angles of a position, if not all of them, twice."""
 FAMILIES = (
-    frozenset({"cohere", "cwm", "ernie4_5", "glm", "glm4", "granite", "helium", "hyperclovax", "internlm3"})
-    | frozenset({"iquestcoder", "llama", "ministral", "olmo2", "olmo3", "qwen2", "qwen3", "seed_oss", "smollm3"})
+    frozenset({"cohere", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "flex_olmo", "glm", "glm4", "glm4_moe", "gpt_oss"})
+    | frozenset({"granite", "helium", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "llama"})
+    | frozenset({"mellum", "minimax_m2", "ministral", "olmo2", "olmo3", "olmoe", "qwen2", "qwen2_moe", "qwen3"})
+    | frozenset({"seed_oss", "smollm3", "solar_open"})
     | SHIFTED_NORMS | WINDOWS_OF_CONFIG | ROTATED_WITHIN_WINDOWS | NORMED_AFTER_ROTATION
 )  # fmt: skip
 """Values of ``config.model_type`` whose code has been read: what a trial of a few tokens does not show, such as factors
@@ -64,7 +68,7 @@ class Layer:
     after_attention: Norm | None
     """Applied to the attention's output before it is added (Gemma 2 and 3)."""
     before_mlp: Norm | None
-    mlp: Gated
+    mlp: Gated | Experts
     parallel: bool
     """Whether the MLP reads what the attention reads, and both are added at once."""
     after_mlp: Norm | None
@@ -82,7 +86,13 @@ class Layer:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """All linear maps."""
-        return (*self.qkv.linears, self.output, *self.mlp.linears)
+        return (*self.qkv.linears, self.output, *(self.mlp.linears if isinstance(self.mlp, Gated) else ()))
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """A score of each query head that takes part in the softmax and has no value, ``[A]`` (gpt-oss)."""
+        sinks: Tensor | None = getattr(self.module.self_attn, "sinks", None)
+        return sinks
 
     def norms_whole(self, head_dim: int) -> bool:
         """Whether the norms of queries and keys are over all heads at once."""
@@ -116,8 +126,8 @@ class Anatomy:
     rotary: Any
     neighbours: bool
     """Whether dimensions 2i and 2i + 1 are rotated together. Otherwise i and i + R/2 of the R that are rotated."""
-    repeated_angles: bool
-    """Whether ``rotary`` returns each angle twice in a row, not all angles twice."""
+    returned_angles: str
+    """One of the values of ``RETURNED_ANGLES``, or "all twice"."""
 
     @classmethod
     def of(cls, model: Any) -> Anatomy:
@@ -127,15 +137,16 @@ class Anatomy:
             UnsupportedModel: it is of another family, or has a part that is not known here.
         """
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        config = model.config
+        config, body = model.config.get_text_config(), model.get_decoder()  # of a model that reads images, too
         family = config.model_type
         need(family in FAMILIES, f"{family!r} is not among {', '.join(sorted(FAMILIES))}")
-        shifted, body = family in SHIFTED_NORMS, model.model
+        shifted = family in SHIFTED_NORMS
         embedding = body.embed_tokens
         need(isinstance(embedding, nn.Embedding), f"its embedding is a {type(embedding).__name__}")
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         need(activation in {"silu", "gelu_pytorch_tanh"}, f"the activation is {activation!r}")
         need(not getattr(config, "use_bidirectional_attention", False), "attention is bidirectional")
+        need(getattr(config, "clip_qkv", None) is None, "queries, keys and values are clipped")
         attention, rotary = body.layers[0].self_attn, _static_rotary(body.rotary_emb)
         return cls(
             embedding=embedding,
@@ -154,13 +165,14 @@ class Anatomy:
             gelu=activation != "silu",
             rotary=rotary,
             neighbours=_rotates_neighbours(attention),
-            repeated_angles=family in {"cohere", "cohere2"},
+            returned_angles=RETURNED_ANGLES.get(family, "all twice"),
         )
 
     def parameters(self) -> list[Tensor]:
-        """All weights that a forward pass reads."""
+        """All weights that a forward pass reads, but those of experts."""
         found: list[Tensor] = [self.embedding.weight, self.norm.weight]
         found += [norm.weight for layer in self.layers for norm in layer.norms]
+        found += [layer.sinks for layer in self.layers if layer.sinks is not None]
         for linear in self.linears():
             found += [linear.weight, *([] if linear.bias is None else [linear.bias])]
             found += [weight for adapter in linear.adapters for weight in (adapter.a, adapter.b)]
@@ -194,9 +206,15 @@ class Anatomy:
     def angles(self, kind: str, positions_T: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions, ``[T, R]`` each, in the dtype of ``like``: the R/2 angles, twice."""
         cos, sin = self.rotary(like, positions_T[None], kind) if kind else self.rotary(like, positions_T[None])
-        if self.repeated_angles:
-            cos, sin = (part[..., ::2].repeat(1, 1, 2) for part in (cos, sin))
+        if self.returned_angles != "all twice":
+            step = 1 if self.returned_angles == "once" else 2
+            cos, sin = (part[..., ::step].repeat(1, 1, 2) for part in (cos, sin))
         return cos[0], sin[0]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts, which the model's own modules compute."""
+        return any(isinstance(layer.mlp, Experts) for layer in self.layers)
 
 
 def logit_multiplier(config: Any) -> float:
@@ -223,7 +241,7 @@ def _layer(layer: Any, number: int, config: Any, rotary: Any) -> Layer:
     before_attention, after_attention, before_mlp, after_mlp = (norm(layer, name) for name in _arrangement(layer))
     of_q = norm(attention, _found(attention, "q_norm", "query_layernorm"))
     of_k = norm(attention, _found(attention, "k_norm", "key_layernorm"))
-    heads, kv_heads, middle = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     widths = [count * attention.head_dim for count in (heads, kv_heads, kv_heads)]
     window = _window(attention, config)
     rope: str | None = config.layer_types[number] if isinstance(rotary.rope_type, dict) else ""
@@ -239,10 +257,7 @@ def _layer(layer: Any, number: int, config: Any, rotary: Any) -> Layer:
         output=Linear.of(attention, "o_proj"),
         after_attention=after_attention,
         before_mlp=before_mlp,
-        mlp=Gated(
-            Joint.of(mlp, ["gate_proj", "up_proj"], "gate_up_proj", [middle, middle]),
-            Linear.of(mlp, "down_proj"),
-        ),
+        mlp=Gated.of(mlp) if hasattr(mlp, "down_proj") else Experts(layer),
         parallel=before_attention is not None and before_mlp is None,
         after_mlp=after_mlp,
         window=window,

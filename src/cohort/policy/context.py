@@ -8,6 +8,7 @@ from typing import Any
 def context_length(config: Any) -> int | None:
     """The maximum number of tokens of a model, prompt and completion together. None if its config has no limit. With
     longrope it is ``longrope_length``."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if isinstance(length := getattr(config, name, None), int) and length > 0:
             return min(length, longrope_length(config) or length)

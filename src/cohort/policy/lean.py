@@ -22,7 +22,7 @@ from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.anatomy import Anatomy, Layer
 from cohort.policy.compute import ComputeModel
 from cohort.policy.head import gradient_of, in_like_shapes, takes_in_place
-from cohort.policy.parts import Gated, Norm
+from cohort.policy.parts import Experts, Gated, Norm, need
 from cohort.policy.passes import Hidden, PackedPass
 
 Angles = dict[str, tuple[Tensor, Tensor]]
@@ -44,6 +44,8 @@ class LeanLayers:
     def __init__(self, model: ComputeModel) -> None:
         self.model = model
         self.anatomy = Anatomy.of(model.model)
+        counted = self.anatomy.has_experts and model.router_aux_loss_coef
+        need(not counted, "the load-balancing loss needs what routers say")
         wide = torch.promote_types(model.precision.master, torch.float32)
         self.fused = Fused(not model.why_no_kernels(), wide, model.precision.compute)
 
@@ -106,7 +108,7 @@ class LeanLayers:
             packed.record(number, k, v)  # nothing reads the rest of the layer
             return x, None
         drawn_N = packed.drawn_N if last else None
-        out_ATD = packed.attend(number, q, k, v, anatomy.scaling, layer.window, anatomy.score_cap, drawn_N)
+        out_ATD = packed.attend(number, q, k, v, anatomy.scaling, layer.window, anatomy.score_cap, drawn_N, layer.sinks)
         out_TAD = out_ATD.transpose(0, 1)
         if drawn_N is not None:
             index_N = in_like_shapes(drawn_N).to(x.device)
@@ -138,7 +140,9 @@ class LeanLayers:
             q, k = norms(q, k)
         return [part.to(fused.narrow).transpose(0, 1) for part in (q, k, v)]
 
-    def _mlp(self, mlp: Gated, normed: Tensor) -> Tensor:
+    def _mlp(self, mlp: Gated | Experts, normed: Tensor) -> Tensor:
+        if isinstance(mlp, Experts):
+            return mlp(normed)
         gate, up = mlp.gate_up(normed)
         return mlp.down(self.fused.gate(gate, up, gelu=self.anatomy.gelu))
 

@@ -25,6 +25,7 @@ from cohort.policy.files import (
     check_folder,
     read_json_object,
 )
+from cohort.policy.vision import auto_class
 from cohort.shipped import PREFIX, shipped
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -128,8 +129,8 @@ def load_model(
     allow_pickled_weights: bool = False,
     quantization: str = "none",
 ) -> nn.Module:
-    """The causal language model of a folder or hub id, in the master dtype. A folder with an adapter gives its base
-    model with the adapter merged into it.
+    """The causal language model of a folder or hub id, in the master dtype; a model that reads images as a whole. A
+    folder with an adapter gives its base model with the adapter merged into it.
 
     Args:
         path: folder or hub id.
@@ -141,15 +142,16 @@ def load_model(
     Raises:
         ModelError: there is no such folder, it has no causal language model, or a tensor of the model is missing.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     path = _check_folder(path)
     # Reading a folder is fast; a download shows its progress.
     bars = without_progress_bars() if Path(path).is_dir() else contextlib.nullcontext()
     with _errors(f"cannot load a causal language model from {path!r}", path), bars:
         base = check_loading(path, trust_remote_code=trust_remote_code, allow_pickled_weights=allow_pickled_weights)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
         model: Any
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto_class(config).from_pretrained(
             base,
             dtype=precision.master,
             trust_remote_code=trust_remote_code,

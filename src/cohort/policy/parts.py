@@ -160,3 +160,24 @@ class Gated:
     def linears(self) -> tuple[Linear, ...]:
         """All of its linear maps."""
         return (*self.gate_up.linears, self.down)
+
+    @classmethod
+    def of(cls, module: Any) -> Gated:
+        """Read an MLP."""
+        down = Linear.of(module, "down_proj")
+        widths = [down.module.in_features] * 2
+        return cls(Joint.of(module, ["gate_proj", "up_proj"], "gate_up_proj", widths), down)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """An MLP that the model's own module computes: experts, and the router that chooses among them."""
+
+    owner: Any
+    """The layer, which has it as ``mlp``."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, H]`` to ``[T, H]``."""
+        out: Any = self.owner.mlp(x[None])
+        found: Tensor = out[0] if isinstance(out, tuple) else out  # some return what the router said, too
+        return found[0]

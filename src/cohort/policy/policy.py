@@ -32,6 +32,7 @@ from cohort.policy.load import load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes
 from cohort.policy.router import experts_per_token
 from cohort.policy.rows import Distribution, PackedRows
+from cohort.policy.vision import freeze_the_rest
 from cohort.types import Support
 
 
@@ -160,28 +161,30 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     device = resolve_device(config.device)
     precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
     given, model = model, model.load() if isinstance(model, DeferredModel) else model
-    # Adapters are added before the weights move: frozen ones take half the memory there in the compute dtype.
-    moves_later = isinstance(model, str) and config.lora.wanted and config.quantization == "none"
+    quantized = config.quantization != "none" or getattr(model, "is_quantized", False)
+    # With adapters, the weights move to the device afterwards: there the frozen ones are in the compute dtype only.
+    place = torch.device("cpu") if config.lora.wanted and not quantized else device
     if isinstance(model, str):
         model = load_model(
             model,
             precision,
-            torch.device("cpu") if moves_later else device,
+            place,
             trust_remote_code=config.trust_remote_code,
             allow_pickled_weights=config.allow_pickled_weights,
             quantization=config.quantization,
         )
     elif not getattr(model, "is_quantized", False):
-        model.to(device=device, dtype=precision.master)
+        model.to(device=place, dtype=precision.master)
         if has_adapters(model):
             keep_in_compute_dtype(model, precision)
+    freeze_the_rest(model)
     name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
     check_finite_weights(dict(model.named_parameters()), name)
     if config.lora.wanted:
         model = add_adapters(
             model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights
         )
-        model = model.to(device) if moves_later else model
+        model = model if quantized else model.to(device)
     if config.float32_head and precision.compute not in (torch.float32, torch.float64):
         use_float32_head(model)
     if config.gradient_checkpointing:

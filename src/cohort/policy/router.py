@@ -27,6 +27,7 @@ def experts_per_token(config: Any) -> int:
     Raises:
         ModelError: the model has no experts.
     """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     found = getattr(config, "num_experts_per_tok", None)
     if not isinstance(found, int):
         raise ModelError(

@@ -49,7 +49,7 @@ class GroupCache:
     ) -> None:
         own_length = round_up(capacity.completion_length, TOKEN_MULTIPLE)
         prompt_length = round_up(capacity.prompt_length, TOKEN_MULTIPLE)
-        self._heads, self._width, self._group, self._device = heads, width, group, device
+        self._heads, self.width, self._group, self._device = heads, width, group, device
         # Not cleared as a whole: unused memory is never touched.
         self._own = torch.empty(2, layers, capacity.rows, heads, own_length, width, dtype=dtype, device=device)
         self._prompts = torch.empty(
@@ -191,7 +191,7 @@ class GroupCache:
     def write_rows(self, layer: int, layout: Layout, k_SKD: Tensor, v_SKD: Tensor) -> None:
         """Store the keys and values of each row's newest token in one layer."""
         for own, new in zip(self._own[:, layer], (k_SKD, v_SKD), strict=True):
-            own.view(-1, self._width).index_copy_(0, layout.writes, new.reshape(-1, self._width).to(own.dtype))
+            own.view(-1, self.width).index_copy_(0, layout.writes, new.reshape(-1, self.width).to(own.dtype))
 
     def own(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows in one layer, ``[S K, T, D]`` each."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from cohort.errors import ConfigError, DataError
-from cohort.policy import Policy
+from cohort.policy import Policy, reads_images
 from cohort.rollout.engine import Request
 
 
@@ -54,7 +54,10 @@ def describe_policy(policy: Policy) -> str:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in policy.model.parameters()]
     total, trained = sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
     size = f"{total:,} parameters" + ("" if trained == total else f" ({trained:,} of them trained)")
-    return f"model: {type(policy.model).__name__}, {size}, {policy.precision}, on {policy.device}"
+    line = f"model: {type(policy.model).__name__}, {size}, {policy.precision}, on {policy.device}"
+    if reads_images(getattr(policy.model, "config", None)):
+        line += "; on text alone: what reads images is kept as it is"
+    return line
 
 
 def describe_end_tokens(tokenizer: Any, end_token_ids: Collection[int]) -> str:

@@ -51,7 +51,8 @@ def _candidates(policy: Policy, failures: list[str], *, native_kernels: bool) ->
             yield Candidate("lean", lambda: lean(False), copies_weights=True)
     except UnsupportedModel as reason:
         failures.append(f"not lean: {reason}")
-    if find_mixers(policy.model):  # recurrent layers; other models keep the numbers of transformers' cache
+    latent = hasattr(policy.model.config.get_text_config(), "kv_lora_rank")  # keys and values of different width
+    if find_mixers(policy.model) or latent:  # other models keep the numbers of transformers' cache
         yield Candidate("prompts once per group", lambda: SharedBackend(policy))
     kind = None
     try:

@@ -17,6 +17,7 @@ def attend_in_two_parts(
     scaling: float,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of each row's newest token to its prompt and its own tokens, those just written included.
 
@@ -25,17 +26,29 @@ def attend_in_two_parts(
         cache: keys and values.
         number: the layer among those of the cache.
         layout: the step's.
-        scaling, window, cap: see ``packed_attention``.
+        scaling, window, cap, sinks: see ``packed_attention``.
     """
     own_k, own_v = cache.own(number, layout)
     q = q_SAD.to(own_k.dtype).reshape(len(own_k), -1, q_SAD.shape[-1])
     own = _scores(q, own_k, scaling, cap, layout.own_mask(window))
     prompt_k, prompt_v = cache.prompts(number, layout)
     prompt = _scores(layout.by_prompt(q), prompt_k, scaling, cap, layout.prompt_mask(window))
-    weights = torch.softmax(torch.cat([own, layout.by_row(prompt)], dim=-1), dim=-1).to(own_v.dtype)
+    scores = torch.cat([own, layout.by_row(prompt)], dim=-1)
+    if sinks is not None:  # [S K, group, t] to [S, A, 1, t] and back
+        weights = softmax(scores.view(layout.count, len(sinks), 1, -1), sinks).view_as(scores).to(own_v.dtype)
+    else:
+        weights = torch.softmax(scores, dim=-1).to(own_v.dtype)
     own_weights, prompt_weights = weights.split([own_k.shape[1], prompt_k.shape[1]], dim=-1)
     of_prompt = _product(layout.by_prompt(prompt_weights), prompt_v)
     return _product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SAD)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax over the last axis of scores ``[S, A, L, T]``, in which a sink of each head may take part."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    of_sinks = sinks.detach().to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, of_sinks], -1), -1)[..., :-1]
 
 
 def _scores(q: Tensor, k: Tensor, scaling: float, cap: float | None, mask: Tensor | None) -> Tensor:

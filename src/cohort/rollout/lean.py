@@ -28,11 +28,11 @@ from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, soft_cap
 from cohort.policy.lean import rotated
-from cohort.policy.parts import Norm, UnsupportedModel
+from cohort.policy.parts import Experts, Norm, UnsupportedModel
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.group_attention import attend_in_two_parts
+from cohort.rollout.group_attention import attend_in_two_parts, softmax
 from cohort.rollout.native import Decoder, Kernels, SlotCache
 from cohort.rollout.weights import DecoderWeights, LayerWeights
 
@@ -72,7 +72,7 @@ class LeanBackend(Backend):
         self._decoder: Decoder | None = None
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         name = str(self._cache_dtype).removeprefix("torch.")
-        self.description = f"lean ({policy.model.config.model_type}), keys and values in {name}"
+        self.description = f"lean ({policy.model.config.get_text_config().model_type}), keys and values in {name}"
         if policy.device.type == "cpu":
             self.description += ", native kernels" if self._kernels else f", no native kernels: {without}"
 
@@ -84,7 +84,8 @@ class LeanBackend(Backend):
     @property
     def exact_rows(self) -> bool:
         """See ``Backend``. docs/rollout.md (Reproducibility) has the reasons."""
-        return self.policy.device.type == "cpu" and self.anatomy.head_dim >= 16 and torch.get_num_threads() <= 2
+        alike = self.anatomy.head_dim >= 16 and not self.anatomy.has_experts
+        return self.policy.device.type == "cpu" and alike and torch.get_num_threads() <= 2
 
     @property
     def token_bytes(self) -> int:
@@ -116,7 +117,7 @@ class LeanBackend(Backend):
             self._cache = GroupCache(capacity, **sizes, dtype=self._cache_dtype, device=self.policy.device)
         else:
             self._cache = SlotCache(capacity, **sizes, dtype=self._cache_dtype, lanes=self._kernels.lanes)
-            self._decoder = Decoder(self._kernels, self.weights, self._cache, self._ropes)
+            self._decoder = Decoder(self._kernels, self.weights, self._cache, self._ropes, self._experts)
 
     def _read_model(self) -> None:
         """Find the parameters again: they may have been replaced, and adapters switched."""
@@ -235,12 +236,12 @@ class LeanBackend(Backend):
         """Attention of a text over the tokens before it and itself: the last L of T tokens."""
         length, total, cap = q_LAD.shape[0], k_TKD.shape[0], self.anatomy.score_cap
         q, k, v = (part.to(self._cache_dtype).transpose(0, 1)[None] for part in (q_LAD, k_TKD, v_TKD))
-        mask = None
-        if cap is not None or total > length or (layer.window is not None and length > layer.window):
+        mask, plain = None, cap is None and layer.sinks is None
+        if not plain or total > length or (layer.window is not None and length > layer.window):
             positions = torch.arange(total, device=q.device)
             back = positions[total - length :, None] - positions
             mask = (back >= 0) & (back < (layer.window or math.inf))
-        if cap is None:
+        if plain:
             out = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.anatomy.scaling, enable_gqa=True
             )
@@ -249,7 +250,7 @@ class LeanBackend(Backend):
             share = q.shape[1] // k.shape[1]
             scores = (q @ k.repeat_interleave(share, 1).mT).to(self._wide).mul_(self.anatomy.scaling)
             scores = soft_cap(scores, cap).masked_fill_(~mask, -torch.inf)
-            out = torch.softmax(scores, -1).to(v.dtype) @ v.repeat_interleave(share, 1)
+            out = softmax(scores, layer.sinks).to(v.dtype) @ v.repeat_interleave(share, 1)
         return out[0].transpose(0, 1)
 
     @torch.inference_mode()
@@ -266,9 +267,8 @@ class LeanBackend(Backend):
             normed = self._norm(x, layer.before_attention)
             q, k, v = self._queries_keys_values(normed, layer, weights, rotations)
             cache.write_rows(number, layout, k[:count], v[:count])
-            attended = attend_in_two_parts(
-                q[:count], cache, number, layout, self.anatomy.scaling, layer.window, self.anatomy.score_cap
-            ).flatten(1)
+            settings = self.anatomy.scaling, layer.window, self.anatomy.score_cap, layer.sinks
+            attended = attend_in_two_parts(q[:count], cache, number, layout, *settings).flatten(1)
             attended = functional.pad(attended, (0, 0, 0, layout.padding))
             x = self._after_attention(x, normed, attended, layer, weights)
         return self._logits(self._norm(x, self.anatomy.norm))[:count]
@@ -315,8 +315,18 @@ class LeanBackend(Backend):
         x = x + self._scaled(weights.output(attended.reshape(len(x), -1)), layer.after_attention)
         if not layer.parallel:
             normed = self._norm(x, layer.before_mlp)
-        gate, up = weights.gate_up.parts(normed)
-        return x.add_(self._scaled(weights.down(self._activation(gate).mul_(up)), layer.after_mlp))
+        if weights.gate_up is None or weights.down is None:
+            update = self._experts(layer, normed)
+        else:
+            gate, up = weights.gate_up.parts(normed)
+            update = weights.down(self._activation(gate).mul_(up))
+        return x.add_(self._scaled(update, layer.after_mlp))
+
+    def _experts(self, layer: Layer, normed: Tensor) -> Tensor:
+        """The output of a layer's experts, in the compute dtype."""
+        assert isinstance(layer.mlp, Experts)
+        with self.policy.compute():
+            return layer.mlp(normed.to(self.weights.dtype)).to(self.weights.dtype)
 
     def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
         """An update as it is added to the residual stream."""

@@ -9,7 +9,9 @@ Axis letters: S rows, A heads, D head dimension, T tokens.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,9 +28,11 @@ from cohort.policy.passes import Hidden, KeysValues, PackedPass, StateKey
 from cohort.policy.recurrent import Recurrence
 from cohort.rollout import cache as storage
 from cohort.rollout.backend import Backend, texts_together
-from cohort.rollout.cache import TOKEN_MULTIPLE, GroupCache
+from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
+from cohort.rollout.cast import CastWeights
 from cohort.rollout.group_attention import attend_in_two_parts
+from cohort.rollout.native.recurrent import STEPS, convolve_step
 from cohort.rollout.states import RowStates
 
 
@@ -57,12 +61,14 @@ class SharedBackend(Backend):
         self._native = not policy.why_no_kernels()
         self._cache: GroupCache | None = None
         self._states: RowStates | None = None
+        self._weights: CastWeights | None = None
+        self._head_weight: Tensor | None = None
         probe = Probe(Layout([2], policy.device), self._native, read={})
         self._run([[0, 0]], probe)
         shapes = set(probe.shapes.values())
         need(len(shapes) <= 1, "its layers differ in the shapes of their keys and values")
-        self._group, self._heads, self._width, *value = shapes.pop() if shapes else (1, 1, 1, 1)
-        need(value == [self._width], "its keys and values differ in width")
+        self._group, self._heads, *self._widths = shapes.pop() if shapes else (1, 1, 1, 1)
+        self._width = max(self._widths)  # as which both keys and values are stored
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
         states = [parts[0] for key, parts in probe.found.items() if key not in self._layers]
         self._state_bytes = sum(state.nbytes for state in states)
@@ -100,10 +106,12 @@ class SharedBackend(Backend):
             dtype = self.policy.precision.master
         self._cache = GroupCache(capacity, **sizes, dtype=dtype, device=self.policy.device)
         self._states = RowStates(capacity.rows)
+        self._weights = CastWeights(self.policy)
+        self._head_weight = self._head.cast_weight()
 
     def end(self) -> None:
         """See ``Backend``."""
-        self._cache = self._states = None
+        self._cache = self._states = self._weights = self._head_weight = None
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -116,7 +124,7 @@ class SharedBackend(Backend):
         logits = self._run(prompts, PackedPass(Layout(lengths, self.policy.device), self._native, read=found))
         first = self.cache.add_prompts(lengths)
         for layer, number in self._layers.items():
-            k, v = (part.split(lengths, 1) for part in found[layer])
+            k, v = (_widened(part, self._width).split(lengths, 1) for part in found[layer])
             for prompt in range(len(prompts)):
                 self.cache.write_prompt(number, first + prompt, k[prompt].transpose(0, 1), v[prompt].transpose(0, 1))
         self.states.add_prompts(self._states_in(found), len(prompts))
@@ -129,18 +137,22 @@ class SharedBackend(Backend):
         """The logits after each text."""
         ids_T = in_like_shapes(torch.tensor([token for text in texts for token in text], device=self.policy.device))
         packed.drawn_N = torch.tensor([len(text) for text in texts], device=self.policy.device).cumsum(0) - 1
-        with torch.no_grad():
+        with torch.no_grad(), self._cast():
             hidden = self._body(ids_T, in_like_shapes(packed.layout.positions_T), packed)
-            return self._head.logits(hidden.states)
+            return self._head.logits(hidden.states, self._head_weight)
+
+    def _cast(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._weights is None else self._weights.used()
 
     @torch.no_grad()
     def step(self, tokens_S: Tensor) -> Tensor:
         """See ``Backend``."""
         layout = self.cache.next_layout()
-        step = Step(self.cache, self.states, layout, self._layers)
+        step = Step(self.cache, self.states, layout, self._layers, native=self._native)
         ids_T = functional.pad(tokens_S, (0, layout.padding))
-        hidden = self._body(ids_T, layout.positions, step)
-        return self._head.logits(hidden.states)
+        with self._cast():
+            hidden = self._body(ids_T, layout.positions, step)
+            return self._head.logits(hidden.states, self._head_weight, multiple=ROW_MULTIPLE)
 
     @torch.no_grad()
     def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
@@ -153,11 +165,12 @@ class SharedBackend(Backend):
         prefixes: KeysValues = dict(self.states.of_rows(rows))
         for layer, number in self._layers.items():
             parts = [self.cache.text(number, row) for row in rows]
-            prefixes[layer] = tuple(torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True))
+            both = (torch.cat(part).transpose(0, 1) for part in zip(*parts, strict=True))
+            prefixes[layer] = tuple(part[..., :width] for part, width in zip(both, self._widths, strict=True))
         layout = Layout(lengths, self.policy.device, range(len(rows)), before)
         logits = self._run(texts, PackedPass(layout, self._native, read=found, prefixes=prefixes))
         for layer, number in self._layers.items():
-            k, v = (part.split(lengths, 1) for part in found[layer])
+            k, v = (_widened(part, self._width).split(lengths, 1) for part in found[layer])
             for index, row in enumerate(rows):
                 self.cache.append(number, row, k[index].transpose(0, 1), v[index].transpose(0, 1))
         self.cache.grow(rows, lengths)
@@ -196,6 +209,11 @@ class SharedBackend(Backend):
         self.states.release(handle)
 
 
+def _widened(values: Tensor, width: int) -> Tensor:
+    """Values with zeros at the end of their last axis, which then has a width."""
+    return functional.pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values
+
+
 class Probe(PackedPass):
     """A pass that finds out what a model's layers keep."""
 
@@ -219,10 +237,20 @@ class Step:
         cache, states: of the rows; both are written.
         layout: the step's.
         layers: the number of each attention layer in the cache.
+        native: whether to use native kernels.
     """
 
-    def __init__(self, cache: GroupCache, states: RowStates, layout: storage.Layout, layers: dict[int, int]) -> None:
+    def __init__(
+        self,
+        cache: GroupCache,
+        states: RowStates,
+        layout: storage.Layout,
+        layers: dict[int, int],
+        *,
+        native: bool,
+    ) -> None:
         self.tokens = layout.count
+        self._native = native
         self._cache, self._states, self._layout, self._layers = cache, states, layout, layers
 
     def select(self, found: Hidden) -> Hidden:
@@ -242,21 +270,25 @@ class Step:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``Mixing``."""
-        need(sinks is None, "attention has sinks")
-        q_SAD, k_SAD, v_SAD = (part[:, : self.tokens].transpose(0, 1) for part in (q, k, v))
+        width, parts = self._cache.width, (q, k, v)
+        q_SAD, k_SAD, v_SAD = (_widened(part[:, : self.tokens].transpose(0, 1), width) for part in parts)
         number = self._layers[layer]
         with torch.autocast(q.device.type, enabled=False):
             self._cache.write_rows(number, self._layout, k_SAD, v_SAD)
-            out = attend_in_two_parts(q_SAD, self._cache, number, self._layout, scaling, window, cap)
-        return functional.pad(out.transpose(0, 1), (0, 0, 0, self._layout.padding)).to(v.dtype)
+            out = attend_in_two_parts(q_SAD, self._cache, number, self._layout, scaling, window, cap, sinks)
+        out = out[..., : v.shape[-1]].transpose(0, 1)
+        return functional.pad(out, (0, 0, 0, self._layout.padding)).to(v.dtype)
 
     def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
         """See ``Mixing``."""
         tails = self._states[key]
+        if self._native and x_TH.dtype == weight.dtype == tails.dtype == torch.float32:
+            return convolve_step(x_TH, weight, tails)
         whole = torch.cat([tails.to(x_TH.dtype), x_TH[:, None]], 1)
         tails.copy_(whole[:, 1:])
-        return torch.einsum("swh,hw->sh", whole.to(weight.dtype), weight)
+        return (whole.to(weight.dtype) * weight.T).sum(1)
 
     def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:  # noqa: ARG002
         """See ``Mixing``."""
-        return recurrence.step(*values, self._states[key])
+        step = STEPS[recurrence] if self._native else recurrence.step
+        return step(*values, self._states[key])

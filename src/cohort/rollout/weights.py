@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from cohort.policy.anatomy import Anatomy
 from cohort.policy.float32_head import is_float32
-from cohort.policy.parts import Linear, Norm
+from cohort.policy.parts import Experts, Gated, Linear, Norm
 
 PACKED_ROWS = 64
 """Number of rows that packed matrices are laid out for. The layout suits other numbers too."""
@@ -113,8 +113,15 @@ class LayerWeights:
 
     qkv: Product
     output: Product
-    gate_up: Product
-    down: Product
+    gate_up: Product | None
+    """None: the MLP has experts, which the model's own module computes."""
+    down: Product | None
+
+
+def _of_mlp(mlp: Gated | Experts, dtype: torch.dtype) -> tuple[Product | None, Product | None]:
+    if isinstance(mlp, Experts):
+        return None, None
+    return Product(mlp.gate_up.linears, dtype, mlp.gate_up.widths), Product([mlp.down], dtype)
 
 
 class DecoderWeights:
@@ -132,8 +139,7 @@ class DecoderWeights:
             LayerWeights(
                 Product(layer.qkv.linears, dtype, layer.qkv.widths),
                 Product([layer.output], dtype),
-                Product(layer.mlp.gate_up.linears, dtype, layer.mlp.gate_up.widths),
-                Product([layer.mlp.down], dtype),
+                *_of_mlp(layer.mlp, dtype),
             )
             for layer in anatomy.layers
         ]
@@ -152,7 +158,8 @@ class DecoderWeights:
             return
         for layer in self.layers:
             for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                product.refresh()
+                if product is not None:
+                    product.refresh()
         self.head.refresh()
         self._factors.clear()
         self._stamp = stamp

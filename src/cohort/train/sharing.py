@@ -49,7 +49,7 @@ def share(context: StepContext, batch: TokenBatch, part: Part) -> Shared:
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, group in enumerate(batch.group_S[part.sequences_S].tolist()):
         by_prompt.setdefault(batch.prompt_ids[group], []).append(index)
-    attention, head = relative_costs(context.policy.model.config)
+    attention, head = relative_costs(context.policy.model.config.get_text_config())
     costs = [
         cost(len(prompt), [lengths[s] for s in some], attention) + head * sum(drawn[s] for s in some)
         for prompt, some in by_prompt.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure
 
 import torch
@@ -15,7 +15,7 @@ from cohort.policy.parts import Norm
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual
-from cohort.rollout.weights import DecoderWeights, LayerWeights
+from cohort.rollout.weights import DecoderWeights
 
 
 class Decoder:
@@ -25,12 +25,19 @@ class Decoder:
         kernels: the library.
         weights: the model's products, in float32 or bfloat16.
         cache: of the same dtype.
-        ropes: cosines and sines by kind of rotation, ``[positions, D]``, float32.
+        ropes: cosines and sines by kind of rotation, ``[positions, R]``, float32.
+        experts: computes a layer's experts.
     """
 
     def __init__(
-        self, kernels: Kernels, weights: DecoderWeights, cache: SlotCache, ropes: dict[str, tuple[Tensor, Tensor]]
+        self,
+        kernels: Kernels,
+        weights: DecoderWeights,
+        cache: SlotCache,
+        ropes: dict[str, tuple[Tensor, Tensor]],
+        experts: Callable[[Layer, Tensor], Tensor],
     ) -> None:
+        self._experts = experts
         self._kernels, self._weights, self._cache = kernels, weights, cache
         self._anatomy = anatomy = weights.anatomy
         self._half = weights.dtype == torch.bfloat16
@@ -82,10 +89,10 @@ class Decoder:
                 self._attend(step, number, normed, attended)
             update = weights.output(attended)
             if anatomy.layers[number].parallel:
-                self._add_norm(last, x, update.add_(self._mlp(weights, normed)), normed)
+                self._add_norm(last, x, update.add_(self._mlp(number, normed)), normed)
             else:
                 self._add_norm(middle, x, update, normed)
-                self._add_norm(last, x, self._mlp(weights, normed), normed)
+                self._add_norm(last, x, self._mlp(number, normed), normed)
         return normed
 
     def _attend(self, step: Structure, number: int, normed: Tensor, out: Tensor) -> None:
@@ -104,7 +111,10 @@ class Decoder:
         call.threads = threads_for(x.numel())
         self._kernels.add_norm(call)
 
-    def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
+    def _mlp(self, number: int, normed: Tensor) -> Tensor:
+        layer, weights = self._anatomy.layers[number], self._weights.layers[number]
+        if weights.gate_up is None or weights.down is None:
+            return self._experts(layer, normed).contiguous()
         gate, up = weights.gate_up.parts(normed)
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         call = self._gated
@@ -132,6 +142,8 @@ class Decoder:
             prompt_v=prompt_v.data_ptr(),
             window=layer.window or 0,
         )
+        if layer.sinks is not None:
+            call.sinks = self._at(layer.sinks.detach())
         if layer.qk_norms is not None and not layer.norms_whole(anatomy.head_dim):
             of_q, of_k = layer.qk_norms
             call.q_norm, call.k_norm = self._factor(of_q), self._factor(of_k)

@@ -1,0 +1,43 @@
+"""Models that read images or sound beside text: they are trained on text alone, and what else they have is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def reads_images(config: Any) -> bool:
+    """Whether a config is that of a whole model of transformers for text and images, not of its language model."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return (
+        config is not None and hasattr(config, "vision_config") and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads all of a model, so that what is saved loads wherever the model came from.
+    ``AutoModelForCausalLM`` knows few of the models that read images, and loads the language model alone of some."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
+def untrained_modules(model: Any) -> dict[str, nn.Module]:
+    """The modules with weights of their own that are no part of the language model, by name; none in other models."""
+    if not reads_images(getattr(model, "config", None)):
+        return {}
+    used = {id(module) for part in (model.get_decoder(), model.get_output_embeddings()) for module in part.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if id(module) not in used and next(module.parameters(recurse=False), None) is not None
+    }
+
+
+def freeze_the_rest(model: Any) -> None:
+    """Freeze what no text reaches: ``untrained_modules``."""
+    for module in untrained_modules(model).values():
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad = False
