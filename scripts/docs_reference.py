@@ -42,6 +42,12 @@ ROOMS = {
     "cohort.train": "",
     "cohort.evaluation": "",
     "cohort.runs": "",
+    "cohort.report.diagnosis": "",
+    "cohort.report.rollouts": "",
+    "cohort.report.series": "",
+    "cohort.report.verdict": "",
+    "cohort.doctor": "",
+    "cohort.sandbox": "",
     "cohort.types": "",
     "cohort.errors": "",
     "cohort.trl": "",
@@ -241,7 +247,9 @@ def rewards_page() -> str:
 
 
 def _python_page(module: str, text: str) -> str:
-    lines = [f"# {module}", text or (inspect.getdoc(importlib.import_module(module)) or "").partition("\n")[0]]
+    """A module: its docstring without the examples, and an entry for everything that it offers."""
+    paragraphs = (inspect.getdoc(importlib.import_module(module)) or "").split("\n\n")
+    lines = [f"# {module}", *([text] if text else (part for part in paragraphs if ">>>" not in part))]
     for value in _public(module):
         lines.append(f"::: {value.__module__}.{value.__qualname__}")
         if inspect.isclass(value) and issubclass(value, Section):  # their fields are the page of settings
@@ -257,11 +265,14 @@ def _public(module: str) -> list[Any]:
 
 
 def _offered(module: str) -> list[Any]:
+    """What a package imports in its ``__init__``, or a module defines; of the settings, only the whole."""
     loaded = importlib.import_module(module)
-    names = getattr(loaded, "__all__", None) or sorted({*vars(loaded), *getattr(loaded, "_MODULES", {})}, key=str.lower)
+    names = getattr(loaded, "__all__", None) or dict.fromkeys([*vars(loaded), *getattr(loaded, "_MODULES", {})])
     values = [getattr(loaded, name, None) for name in names if not name.startswith("_")]
-    own = [value for value in values if str(getattr(value, "__module__", "")).startswith("cohort")]
-    return [value for value in own if inspect.isclass(value) or inspect.isroutine(value)]
+    home = "cohort" if hasattr(loaded, "__path__") else module
+    own = [value for value in values if str(getattr(value, "__module__", "")).startswith(home)]
+    sections = {kind for _, kind in _sections("", GRPOConfig)}
+    return [value for value in own if (inspect.isclass(value) or inspect.isroutine(value)) and value not in sections]
 
 
 def _prose(text: str) -> str:

@@ -18,9 +18,10 @@ def test_recipes_are_listed_with_hardware_and_time(capsys):
 def test_a_starter_has_the_settings_of_its_recipe(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", name]) == 0
-    assert (
-        f"next:\n    cd {name}\n    cohort doctor config.toml\n    cohort train config.toml" in capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out.split("next:\n")[1].splitlines()[:-1]
+    assert printed[0] == f"    cd {name}"
+    assert {line.strip() for line in printed} >= {*shipped.recipes()[name].commands, "cohort doctor config.toml"}
+    assert any(line.startswith("    cohort train config.toml") for line in printed)
     monkeypatch.chdir(tmp_path / name)
     recipe, starter = shipped.recipes()[name].folder, tmp_path / name
     saved = load_config(recipe / "config.toml").model_dump_json().replace(f"{recipe}/", "")

@@ -66,7 +66,7 @@ async def judge(
     code = secrets.token_hex(4)  # the policy cannot know it, so a verdict that stands in its answer is none
     question = prompt[-1]["content"]
     messages = [
-        {"role": "system", "content": RUBRIC.format(code=code)},
+        {"role": "system", "content": RUBRIC.replace("{code}", code)},
         {"role": "user", "content": as_data({"question": question, "answer": completion})},
     ]
     reply = await ask(messages, request_timeout, attempts, backoff)

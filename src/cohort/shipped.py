@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,11 +57,13 @@ def shipped(name: str, kind: str, error: type[CohortError]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe: the folder ``examples/NAME`` with a ``config.toml``, whose first three lines say what it is.
+    """A recipe: the folder ``examples/NAME`` with a ``config.toml``, which begins like this:
 
     # What it does, in one line
     # hardware: what it needs
     # time: how long it takes
+    #
+    #     COMMAND               what to run, if that is more than ``cohort train config.toml``
     """
 
     name: str
@@ -68,6 +71,7 @@ class Recipe:
     title: str
     hardware: str
     time: str
+    commands: tuple[str, ...]
 
 
 _HEAD = re.compile(r"# (?P<title>.+)\n# hardware: (?P<hardware>.+)\n# time: (?P<time>.+)\n")
@@ -81,8 +85,10 @@ def recipes() -> dict[str, Recipe]:
     """
     found = {}
     for file in sorted(folder("examples").glob("*/config.toml")):
-        name, head = file.parent.name, _HEAD.match(file.read_text(encoding="utf-8"))
-        if head is None:
+        name, text = file.parent.name, file.read_text(encoding="utf-8")
+        if (head := _HEAD.match(text)) is None:
             raise ConfigError(f"{file} does not begin with '# TITLE', '# hardware: ...' and '# time: ...'")
-        found[name] = Recipe(name, file.parent, **head.groupdict())
+        opening = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+        commands = tuple(line[6:] for line in opening if line.startswith("#     "))
+        found[name] = Recipe(name, file.parent, **head.groupdict(), commands=commands)
     return found

@@ -67,7 +67,7 @@ def written(recipe: shipped.Recipe, target: Path) -> str:
             shutil.copyfile(file, target / file.name)
     names = ", ".join(file.name for file in files)
     steps = [f"cd {shlex.quote(str(target))}"] * (target.resolve() != Path.cwd())
-    steps += ["cohort doctor config.toml", "cohort train config.toml"]
+    steps += commands(recipe)
     return "\n".join(
         [
             f"{target} has {names}: {recipe.title}",
@@ -79,12 +79,23 @@ def written(recipe: shipped.Recipe, target: Path) -> str:
     )
 
 
-def starter_text(text: str, name: str) -> str:
-    """A recipe's file for a folder of its own: of the comments at its head, only the first three lines of settings, and
-    without the folder that the files have in the repository.
+def commands(recipe: shipped.Recipe) -> list[str]:
+    """What to run, with ``cohort doctor`` before the training."""
+    found = list(recipe.commands)
+    if not any(one.startswith("cohort train config.toml") for one in found):
+        found.append("cohort train config.toml")
+    first = next(number for number, one in enumerate(found) if one.startswith("cohort train config.toml"))
+    return [*found[:first], "cohort doctor config.toml", *found[first:]]
 
-    >>> starter_text("# Title\\n# hardware: a\\n# time: b\\n#\\n# More.\\n\\n[model]\\n", "x")
-    '# Title\\n# hardware: a\\n# time: b\\n\\n[model]\\n'
+
+def starter_text(text: str, name: str) -> str:
+    r"""A recipe's file for a folder of its own: without the prose of its opening comment, and without the folder that
+    the files have in the repository.
+
+    >>> starter_text("# Title\n# hardware: a\n# time: b\n#\n#     make it\n# More.\n\n[model]\n", "x")
+    '# Title\n# hardware: a\n# time: b\n#\n#     make it\n\n[model]\n'
     """
-    text = re.sub(r"\A((?:# .+\n){3})(?:#.*\n)+", r"\1", text)
+    if head := re.match(r"((?:# .+\n){3})((?:#.*\n)*)", text):
+        kept = [line for line in head[2].splitlines(keepends=True) if line.startswith("#     ")]
+        text = "".join([head[1], *["#\n"][: len(kept)], *kept, text[head.end() :]])
     return text.replace(f"examples/{name}/", "")

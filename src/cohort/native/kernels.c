@@ -2,3 +2,4 @@
 #include "decode.c"
 #include "attention.c"
 #include "update.c"
+#include "recurrent.c"

@@ -14,7 +14,7 @@ from cohort.parallel.full import call_gathered
 from cohort.policy.compute import ComputeModel
 from cohort.policy.parts import UnsupportedModel, need
 from cohort.policy.passes import Hidden, Mixing, base_of, recomputed_in
-from cohort.policy.recurrent_layers import ARGUMENT, find_mixers, replaced
+from cohort.policy.recurrent_layers import ARGUMENT, find_mixers, in_passes, register
 
 INTERFACE = ARGUMENT
 """The name of packed attention among the attention functions of transformers."""
@@ -61,6 +61,7 @@ class CustomAttention:
         from transformers import AttentionInterface
 
         AttentionInterface.register(INTERFACE, _attention)
+        register(self._mixers)
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: Mixing) -> Hidden:
         """See ``Body``."""
@@ -85,7 +86,7 @@ class CustomAttention:
         a mask function."""
         config = self._base.get_decoder().config
         before = config._attn_implementation
-        with self.model.compute(), replaced(self._mixers):
+        with self.model.compute(), in_passes(self._mixers):
             config._attn_implementation = INTERFACE
             try:
                 yield

@@ -39,9 +39,9 @@ LIKE_SHAPES = 64
 of it until the process ends: with a shape per token count, memory would grow from step to step."""
 
 
-def in_like_shapes(rows: Tensor) -> Tensor:
-    """On a CPU, pad with rows of zeros to a multiple of ``LIKE_SHAPES``."""
-    missing = -len(rows) % LIKE_SHAPES if kind_of(rows.device) == "cpu" else 0
+def in_like_shapes(rows: Tensor, multiple: int = LIKE_SHAPES) -> Tensor:
+    """On a CPU, pad with rows of zeros to a multiple."""
+    missing = -len(rows) % multiple if kind_of(rows.device) == "cpu" else 0
     return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
 
@@ -82,20 +82,21 @@ class Head:
         """The weight in the compute dtype."""
         return None if self.linear is None else self.linear.weight.to(self.compute)
 
-    def product(self, hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
+    def product(self, hidden_CH: Tensor, weight_VH: Tensor, multiple: int = LIKE_SHAPES) -> Tensor:
         """``W h + b`` in the compute dtype; on a CPU followed by padding, see ``in_like_shapes``."""
         assert self.linear is not None
         bias_V = None if self.linear.bias is None else self.linear.bias.to(self.compute)
         with self.without_autocast():
-            return functional.linear(in_like_shapes(hidden_CH.to(self.compute)), weight_VH, bias_V)
+            return functional.linear(in_like_shapes(hidden_CH.to(self.compute), multiple), weight_VH, bias_V)
 
-    def logits(self, hidden_CH: Tensor, weight_VH: Tensor | None = None) -> Tensor:
-        """``[C, V]`` in float32 or wider, differentiable. ``weight_VH``: from ``cast_weight``, to cast it once only."""
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor | None = None, *, multiple: int = LIKE_SHAPES) -> Tensor:
+        """``[C, V]`` in float32 or wider, differentiable. ``weight_VH``: from ``cast_weight``, to cast it once only.
+        ``multiple``: see ``in_like_shapes``."""
         if self.linear is None:
             wide = torch.promote_types(hidden_CH.dtype, torch.float32)
             return hidden_CH.to(wide, copy=not hidden_CH.requires_grad)  # scores are written over logits
         weight_VH = self.linear.weight.to(self.compute) if weight_VH is None else weight_VH
-        logits_CV = self.product(hidden_CH, weight_VH)[: len(hidden_CH)]
+        logits_CV = self.product(hidden_CH, weight_VH, multiple)[: len(hidden_CH)]
         logits_CV = logits_CV.to(torch.promote_types(self.compute, torch.float32))
         in_place = not logits_CV.requires_grad
         if self.multiplier != 1:

@@ -1,16 +1,17 @@
 """The recurrent layers of a transformers model over packed sequences that continue shared prefixes.
 
 Layers of transformers call three functions by name: a short convolution by channel and, for the recurrence itself, the
-gated delta rule or Mamba 2's scan. Inside ``replaced`` these names stand for functions over packed tokens, which begin
-each sequence with the convolution's tail and the state that its prefix left, and keep them when a prefix is read. All
-else of a layer (projections, adapters, gates, norms) is the model's own.
+gated delta rule or Mamba 2's scan. Where a layer is given a pass, these names stand for functions over packed tokens,
+which begin each sequence with the convolution's tail and the state that its prefix left, and keep them when a prefix is
+read. All else of a layer (projections, adapters, gates, norms) is the model's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,19 +70,31 @@ def _code_of(module: nn.Module) -> Any:
     return sys.modules[class_before_sharding(module).__module__]
 
 
+def register(mixers: list[Any]) -> None:
+    """Let the functions that recurrent layers call mix the tokens of a pass where they are given one. Idempotent."""
+    for code in map(_code_of, mixers):
+        for name, function in FUNCTIONS.items():
+            original = getattr(code, name, None)
+            if original is not None and not hasattr(original, ARGUMENT):
+                setattr(code, name, _either(function, original))
+
+
+def _either(packed: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*given: Any, **named: Any) -> Any:
+        return (packed if isinstance(named.get(ARGUMENT), LayerPass) else original)(*given, **named)
+
+    setattr(function, ARGUMENT, True)
+    return function
+
+
 @contextlib.contextmanager
-def replaced(mixers: list[Any]) -> Iterator[None]:
-    """Let recurrent layers run packed inside the block."""
-    files = {id(code): code for code in map(_code_of, mixers)}.values()
-    before = [(code, name, getattr(code, name)) for code in files for name in FUNCTIONS if hasattr(code, name)]
+def in_passes(mixers: list[Any]) -> Iterator[None]:
+    """Hand recurrent layers the pass that their model is given, inside the block."""
     hooks = [mixer.register_forward_pre_hook(_begin, with_kwargs=True) for mixer in mixers]
-    for code, name, _ in before:
-        setattr(code, name, FUNCTIONS[name])
     try:
         yield
     finally:
-        for code, name, function in before:
-            setattr(code, name, function)
         for hook in hooks:
             hook.remove()
 
@@ -167,7 +180,7 @@ def _fused(*_given: Any, **_others: Any) -> None:
     """``mamba2_split_conv1d_scan_combined`` of transformers: None, so that the layer calls its parts one by one."""
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "mamba2_chunk_scan": _scan,

@@ -1,0 +1,53 @@
+"""Native steps of recurrent layers, against torch's."""
+
+import pytest
+import torch
+
+from cohort.native import Unavailable, load
+from cohort.policy.chunks import Tails
+from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE
+from cohort.rollout.native.recurrent import STEPS, convolve_step
+
+try:
+    load()
+except Unavailable as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+ROWS, GROUPS, HEADS = 3, 2, 4
+
+
+def values_of(recurrence, keys, width):
+    torch.manual_seed(0)
+    q, k = torch.randn(ROWS, 2 * GROUPS, keys)[:, ::2], torch.randn(ROWS, GROUPS, keys) / keys**0.5
+    v, steps = torch.randn(ROWS, HEADS, width), torch.rand(ROWS, HEADS)
+    if recurrence is DELTA_RULE:
+        return (q, k, v, -steps, torch.rand(ROWS, HEADS)), torch.randn(ROWS, HEADS, keys, width)
+    return (v, steps, -torch.rand(HEADS), q, k), torch.randn(ROWS, HEADS, width, keys)
+
+
+@pytest.mark.parametrize(("keys", "width"), [(8, 64), (37, 70), (5, 3)])
+@pytest.mark.parametrize("recurrence", [DELTA_RULE, STATE_SPACE])
+def test_steps(recurrence, keys, width):
+    """Vectors of whole registers, with a rest, and shorter than one."""
+    values, state = values_of(recurrence, keys, width)
+    wanted_state = state.clone()
+    wanted = recurrence.step(*values, wanted_state)
+    out = STEPS[recurrence](*values, state)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)  # float32 sums of 37 numbers
+    torch.testing.assert_close(state, wanted_state, rtol=1e-5, atol=1e-5)
+
+
+def test_convolutions():
+    torch.manual_seed(0)
+    x, weight, tails = torch.randn(ROWS, 21), torch.randn(21, 4), torch.randn(ROWS, 3, 21)
+    wanted, after = Tails(range(ROWS + 1), 3, torch.device("cpu")).convolve(x, tails.clone(), weight)
+    torch.testing.assert_close(convolve_step(x, weight, tails), wanted)
+    assert torch.equal(tails, after)
+
+
+def test_wrong_shapes_are_refused():
+    values, state = values_of(DELTA_RULE, 8, 4)
+    with pytest.raises(ValueError, match="states of the shapes of their inputs"):
+        STEPS[DELTA_RULE](*values, state[:, :, 1:])
+    with pytest.raises(ValueError, match="float32"):
+        STEPS[DELTA_RULE](*values, state.double())
