@@ -235,9 +235,13 @@ MODEL_TYPES = sorted(
 """Model types that are measured: all others with a causal language model in the installed transformers."""
 
 
+OLDER = Version(transformers.__version__) < Version("5.23")
+"""Than the version that the tests are written for."""
+
+
 def small_config(model_type: str) -> Any:
     """The small config of a model type."""
-    if model_type not in CONFIG_MAPPING and Version(transformers.__version__) < Version("5.23"):
+    if model_type not in CONFIG_MAPPING and OLDER:
         pytest.skip(f"transformers {transformers.__version__} does not have {model_type} yet")
     cls = CONFIG_MAPPING[model_type]
     known = {*cls().to_dict(), *cls.attribute_map}
