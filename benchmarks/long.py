@@ -51,6 +51,7 @@ def sampling_side(turns: Turns, shape: Shape, lengths: Sequence[int]) -> None:
     from cohort.types import Prompt
 
     model = build_model(shape, ())
+    model.config.max_position_embeddings = PROMPT + max(lengths)
     policy = Policy(model, resolve_precision("auto", torch.device("cpu"), shape.hidden_size))
     engine = LocalEngine(policy, make_tokenizer(shape.vocab_size, None), ())
     prompt = Prompt(0, 0, tuple(range(1, 1 + PROMPT)), "", "", {})

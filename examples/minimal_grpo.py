@@ -27,13 +27,14 @@ MODEL = str(Path(cohort.demo.__file__).parent / "model")
 
 # The algorithm's settings.
 SEED = 0
-STEPS = 10
-PROMPTS_PER_STEP = 16  # P
+STEPS = 30
+WARM_UP = 5
+PROMPTS_PER_STEP = 32  # P
 NUM_GENERATIONS = 8  # G
 TEMPERATURE = 1.0
 LEARNING_RATE = 3e-4
 MAX_GRAD_NORM = 1.0
-OBJECTIVE: Objective = PRESETS["default"].replace(beta=0.02)
+OBJECTIVE: Objective = PRESETS["default"].replace(beta=0.01)
 
 
 def make_prompts(tokenizer: Any, rows: Sequence[dict[str, str]]) -> list[Prompt]:
@@ -123,13 +124,21 @@ def build(model_path: str = MODEL) -> tuple[Policy, Policy, LocalEngine, torch.o
 
 
 def main() -> None:
-    """Train for a few steps and print what happens."""
+    """Train, and draw the mean reward of each step."""
     policy, reference, engine, optimizer, tokenizer = build()
     prompts = make_prompts(tokenizer, problems(STEPS * PROMPTS_PER_STEP, held_out=False, seed=SEED))
+    rewards = []
     for step in range(STEPS):
         prompts_P = prompts[step * PROMPTS_PER_STEP : (step + 1) * PROMPTS_PER_STEP]
+        for group in optimizer.param_groups:  # warm-up, then a line down to 0
+            group["lr"] = LEARNING_RATE * min((step + 1) / WARM_UP, 1 - step / STEPS)
         result = train_step(step, prompts_P, policy, reference, engine, optimizer)
-        print(f"step {step + 1}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()))
+        rewards.append(result["reward"])
+        bar = "#" * round(40 * result["reward"])
+        print(f"step {step + 1:2}  {bar:<40}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()))
+    first, last = (torch.tensor(part) for part in (rewards[:5], rewards[-5:]))
+    print(f"mean reward of the first 5 steps {first.mean():.2f}, of the last 5 {last.mean():.2f}", end="; ")
+    print(f"standard deviation of single steps {torch.cat([first - first.mean(), last - last.mean()]).std():.2f}")
 
 
 if __name__ == "__main__":

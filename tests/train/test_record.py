@@ -47,7 +47,11 @@ def score(completions, **_): return [LIMIT] * len(completions)
 
 @pytest.mark.parametrize(
     ("end", "named"),
-    [("if __name__ == '__main__': print('training')", True), ("print('training')", False), ("", False)],
+    [
+        ("if __name__ == '__main__': print('training')", True),
+        ("print('training')", False),
+        ("", False),
+    ],
 )
 def test_functions_of_a_script_have_a_name_if_it_can_be_imported(tmp_path, monkeypatch, end, named):
     script = tmp_path / "script.py"
@@ -59,6 +63,16 @@ def test_functions_of_a_script_have_a_name_if_it_can_be_imported(tmp_path, monke
     assert name_of(module.score) == (f"{script}:score" if named else None)
     if named:
         assert code_hash(resolve_reward(name_of(module.score))) == code_hash(module.score) != "unknown"
+
+
+def test_a_function_that_only_the_running_script_defines_has_no_name(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("if __name__ == '__main__':\n    def inner(completions): return [1.0]\n")
+    spec = importlib.util.spec_from_file_location("__main__", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    assert name_of(module.inner) is None
 
 
 def test_what_is_recorded_and_what_is_missing(tmp_path):

@@ -13,14 +13,15 @@ from cohort.flags import EvalFlags, GenerateFlags
 @app.command(
     sort_key=20,
     usage="Usage: cohort generate MODEL [PROMPT ...] [--prompts FILE] [--output FILE.jsonl] [options]",
-    help_epilogue="The seed and the position of a prompt determine its completions; other prompts do not change them. "
+    help_epilogue="If the model is in a run folder, the run's settings for prompts and sampling are the defaults. "
+    "The seed and the position of a prompt determine its completions; other prompts do not change them. "
     "A prompt that begins with a dash goes after '--'.",
 )
 def generate(model: str, /, *prompt: Annotated[str, ANY_TEXT], flags: GenerateFlags | None = None) -> int:
     """Sample from a model: one prompt on the terminal, or a file of prompts.
 
     Args:
-        model: A folder (also a run's checkpoint) or a hub id.
+        model: A folder, a hub id, or a run (its best/ model, else its newest checkpoint).
         prompt: Prompts; '-' is all of stdin, which is also the default in a pipe.
     """
     from cohort.generate.request import Request

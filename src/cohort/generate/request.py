@@ -159,7 +159,7 @@ class Request(GenerateFlags):
         if (settings.tools or settings.factory) and self.prefix:
             raise ConfigError("--prefix is for completions of one turn: leave out --tools and --environment")
         if not settings.tools and not settings.factory:
-            check_nothing_missing(self.model, "give the folder of the model copied out of the run")
+            check_nothing_missing(self.model, "copy the model out of the run to sample without them")
         return Acting.of(settings, group_size=self.count)
 
     def sampling(self) -> Sampling:

@@ -126,7 +126,7 @@ def _module(name: str, path: Path | None) -> _Module | None:
             continue  # the docstring
         if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
             continue
-        names = set(_bindings(statement))
+        names = set(bindings(statement))
         for found in names:
             bound.setdefault(found, []).append(statement)
         if not names and name != "__main__":  # a script's own statements are its training
@@ -135,7 +135,7 @@ def _module(name: str, path: Path | None) -> _Module | None:
     return _Module(name, package, path, bound, others)
 
 
-def _bindings(statement: ast.stmt) -> Iterator[str]:
+def bindings(statement: ast.stmt) -> Iterator[str]:
     """The names that a statement at a module's top level binds."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name

@@ -14,6 +14,7 @@ from cohort.calls import partial_layers
 from cohort.config import GRPOConfig, Source
 from cohort.plugins import file_modules
 from cohort.rewards.names import BUILTIN_REWARDS
+from cohort.runs.code import bindings
 
 
 def recorded(
@@ -84,7 +85,7 @@ def _plain_name(function: Any) -> str | None:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     found = sys.modules.get(str(module))
     file = getattr(found, "__file__", None) or ""
-    if getattr(found, name, None) is not function or (module == "__main__" and not _is_importable(file)):
+    if getattr(found, name, None) is not function or (module == "__main__" and not _is_importable(file, name)):
         return None
     row = BUILTIN_REWARDS.get(name)
     if row is not None and module == f"cohort.rewards.{row.module}":
@@ -96,8 +97,9 @@ def _plain_name(function: Any) -> str | None:
     return f"{module}:{name}"
 
 
-def _is_importable(script: str) -> bool:
-    """Whether importing a script only defines things: it trains under ``if __name__ == "__main__"``."""
+def _is_importable(script: str, name: str) -> bool:
+    """Whether importing a script only defines things, this name among them: it trains under ``if __name__ ==
+    "__main__"``."""
     try:
         body = ast.parse(Path(script).read_text(encoding="utf-8")).body
     except (OSError, UnicodeDecodeError, SyntaxError):
@@ -113,7 +115,8 @@ def _is_importable(script: str) -> bool:
         ast.Assign,
         ast.AnnAssign,
     )
-    return bool(guards) and all(isinstance(one, defines) or one in (*guards, *texts) for one in body)
+    bound = {bound for one in body if one not in guards for bound in bindings(one)}
+    return name in bound and bool(guards) and all(isinstance(one, defines) or one in (*guards, *texts) for one in body)
 
 
 def _is_literal(value: Any) -> bool:
