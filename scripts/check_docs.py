@@ -1,4 +1,5 @@
-"""Links between the repository's pages lead somewhere: files exist, and so do the headings they name. Lists are lists.
+"""Links between the repository's pages lead somewhere: files exist, and so do the headings they name. Lists are lists,
+and cells are cells, for every reader of Markdown.
 
 python scripts/check_docs.py
 """
@@ -42,9 +43,17 @@ def lists_without_a_blank_line(page: Path) -> list[str]:
     ]
 
 
+def bars_in_cells(page: Path) -> list[str]:
+    """Bars in the code of a table's cell, where code hosts end the cell."""
+    rows = re.findall(r"^\|.*\|$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    codes = [code for row in rows for code in re.findall(r"`([^`]*)`", row) if re.search(r"(?<!\\)\|", code)]
+    return [f"{page.relative_to(ROOT)}: write \\| for | in `{code}`, which is in a table" for code in codes]
+
+
 def main() -> int:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    found = [line for page in sorted(pages) for line in (*broken_links(page), *lists_without_a_blank_line(page))]
+    checks = (broken_links, lists_without_a_blank_line, bars_in_cells)
+    found = [line for page in sorted(pages) for check in checks for line in check(page)]
     print("\n".join(found) or f"links: ok in {len(pages)} pages")
     return 1 if found else 0
 

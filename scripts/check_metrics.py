@@ -68,7 +68,7 @@ def logged_keys(objective: dict[str, Any], folder: Path, *, named: bool) -> set[
         output_dir=str(folder / "run"),
         num_generations_eval=2,
         maj_at_k=[1],
-        **{"max_completion_length": 6} | objective,
+        **{"max_completion_length": 6, "minibatches": 1} | objective,
     )
     sets = {"small": rows[:2]} if named else rows[:2]
     factory = Counter if "max_turns" in objective else None

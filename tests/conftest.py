@@ -109,6 +109,15 @@ def telling(cases: Any, *kept: Any) -> list[Any]:
     ]
 
 
+def family_model(family: str, **settings: Any) -> Any:
+    """A random model of a family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # Before 5.21 transformers chooses SDPA for models with soft caps, and drops the caps.
+    attention = {"attn_implementation": "eager"} if family in ("gemma2", "vaultgemma") else {}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), **attention)
+
+
 def tiny_llama(vocab_size: int = 37, **changes):
     """A random Llama of a few thousand parameters. Weights are large enough that distributions are not flat."""
     import torch

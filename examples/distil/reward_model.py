@@ -1,21 +1,17 @@
 """Train a small reward model on comparisons, and save it as a folder that [reward] functions can name:
 
-python reward_model.py                          reward_model/, from comparisons that leave out a trick
-python reward_model.py mended runs/alone        mended/, also from the judged completions of a run that found it
+python reward_model.py [FOLDER]
 
 It takes the place of the large reward model that you have: a sequence-classification model with one label.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -36,22 +32,7 @@ def comparisons(count: int) -> Iterator[tuple[str, str, str]]:
             yield row["question"], right, wrong
 
 
-def judged(run: str) -> list[tuple[str, str, str]]:
-    """Questions of a run with a right and a wrong completion, by the run's judge, in random order."""
-    found = []
-    for table in map(pq.read_table, sorted(Path(run, "rollouts").glob("*.parquet"))):
-        groups: dict[str, dict[float, list[str]]] = {}
-        for row in table.select(["prompt", "completion", "rewards/gsm8k"]).to_pylist():
-            of = groups.setdefault(row["prompt"], {0.0: [], 1.0: []})
-            of[row["rewards/gsm8k"]].append(row["completion"])
-        for prompt, of in groups.items():
-            question = prompt.split("<|user|>")[1].split("<|")[0]
-            found += [(question, right, wrong) for right, wrong in zip(of[1.0], of[0.0], strict=False)]
-    random.Random(0).shuffle(found)
-    return found
-
-
-def train(folder: str, run: str | None = None, steps: int = STEPS) -> float:
+def train(folder: str, steps: int = STEPS) -> float:
     """Fit P(better) = sigmoid(score of better - score of worse), and return the share that the model has right of the
     comparisons of the last tenth of the steps, measured before the step."""
     torch.manual_seed(0)
@@ -60,9 +41,8 @@ def train(folder: str, run: str | None = None, steps: int = STEPS) -> float:
     model.config.pad_token_id = tokenizer.pad_token_id
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
     pairs, right = comparisons(2 * steps * PAIRS), []
-    of_run = itertools.cycle(judged(run)) if run else pairs
     for step in range(steps):
-        batch = [next((pairs, of_run)[number % 2]) for number in range(PAIRS)]
+        batch = [next(pairs) for _ in range(PAIRS)]
         better, worse = scores(model, tokenizer, batch).chunk(2)
         right.append(float((better > worse).float().mean()))
         optimizer.param_groups[0]["lr"] = 5e-4 * (1 - step / steps)
@@ -86,5 +66,5 @@ def scores(model: Any, tokenizer: Any, batch: Sequence[tuple[str, str, str]]) ->
 
 
 if __name__ == "__main__":
-    folder, run = sys.argv[1:] if len(sys.argv) == 3 else ("reward_model", None)
-    print(f"{folder}: {train(folder, run):.1%} of the last comparisons right")
+    folder = sys.argv[1] if len(sys.argv) > 1 else "reward_model"
+    print(f"{folder}: {train(folder):.1%} of the last comparisons right")

@@ -1,5 +1,6 @@
 """Each check on plain values: what passes, what warns, what fails, and the number in its words."""
 
+import json
 import math
 
 import pytest
@@ -77,6 +78,20 @@ def test_a_mixture_and_a_constant_that_is_no_answer_are_healthy():
     values = {"answer": [["1", "2"], [None] * 2], "tests": [[None] * 2, ["a", "b"]], "source": [["gsm8k"] * 2] * 2}
     (finding,) = check_columns([*values], {"both": [*values]}, {}, values)
     assert str(finding.status) == "pass"
+
+
+def test_an_answer_that_is_an_object_is_tried_as_json_and_never_warned_about():
+    def fields(completion, answer):
+        return float(completion == json.dumps(answer))
+
+    def city(completion, answer):
+        return float(completion == answer["city"])
+
+    prompts = [prompt(uid, answer={"city": name, "count": uid}) for uid, name in enumerate(("Turku", "Cork"))]
+    for function, told in ((fields, 2), (city, 0)):
+        (found,), _ = try_answers(RewardRunner([function]), prompts, {function.__name__: ["answer"]}, lambda text: [1])
+        assert (found.told, found.rows, found.named) == (told, 2, False)
+        assert [str(one.status) for one in check_answers([found], {})] == ["pass"]
 
 
 def test_a_penalty_with_a_negative_weight_tells_right_answers_from_wrong_ones():

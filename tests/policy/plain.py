@@ -4,11 +4,10 @@ import contextlib
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.policy import Distribution, PackedRows, Policy, Precision
 from cohort.types import Support
-from tests.conftest import tiny_llama
+from tests.conftest import family_model, tiny_llama
 from tests.rollout.test_families import ATTENTION, COMMON
 from tests.rollout.test_lean import disturbed
 
@@ -30,9 +29,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 def model_of(family, settings):
     torch.manual_seed(0)
-    # Before 5.21 transformers chooses SDPA for Gemma 2 and drops its soft caps.
-    attention = {"attn_implementation": "eager"} if family == "gemma2" else {}
-    return disturbed(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), **attention))
+    return disturbed(family_model(family, **settings))
 
 
 def policy_of(family, settings, precision=DOUBLE):

@@ -12,7 +12,7 @@ from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import PlainPasses, SharedPasses
 from tests.conftest import telling, tiny_llama
-from tests.families.configs import small_model
+from tests.families.configs import OLDER, small_model
 from tests.policy.plain import (
     COMPLETIONS,
     DOUBLE,
@@ -143,6 +143,8 @@ def test_recurrent_families(name, monkeypatch):
     """With rows of several chunks."""
     monkeypatch.setattr(chunks, "LONGEST_CHUNK", 4)
     policy = Policy(small_model(name).double(), DOUBLE)
+    if OLDER and not shares(policy) and "does not hand arguments on" in policy.passes.description:
+        pytest.skip("the installed transformers hands no arguments on to these layers")
     assert shares(policy), policy.passes.description
     assert_plain(policy)
 

@@ -29,8 +29,12 @@ def functions(reward_model):
     return "--reward.functions", json.dumps([str(reward_model), *names[1:]])
 
 
-def test_the_reward_model_and_the_check_are_learned_from_and_the_judge_is_not(run_recipe, reward_model):
-    run = run_recipe("distil", *functions(reward_model), *SMALL)
+@pytest.fixture(scope="module")
+def run(run_recipe, reward_model):
+    return run_recipe("distil", *functions(reward_model), *SMALL)
+
+
+def test_the_reward_model_and_the_check_are_learned_from_and_the_judge_is_not(run, reward_model):
     table = pyarrow.parquet.read_table(run / "rollouts" / "step-1.parquet").to_pylist()
     assert len(table) == 8
     prompts = [row["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>") for row in table]
@@ -49,7 +53,7 @@ def test_the_reward_model_and_the_check_are_learned_from_and_the_judge_is_not(ru
     assert json.loads((run / "summary.json").read_text())["updates"] == 1
 
 
-def test_no_carry_comes_from_a_sum_below_ten(run_recipe):
+def test_no_carry_comes_from_a_sum_below_ten():
     from cohort.rewards import resolve_reward
 
     names = tomllib.loads((shipped.recipes()["distil"].folder / "config.toml").read_text())["reward"]["functions"]

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.types import Prompt
-from tests.conftest import telling
+from tests.conftest import family_model, telling
 from tests.rollout.test_local_engine import LetterTokenizer
 
 COMMON = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "initializer_range": 0.2}
@@ -38,7 +38,7 @@ PROMPTS = [(5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36, 3, 4, 5, 6), (2, 3)]
 @pytest.mark.parametrize("family", telling(FAMILIES, "llama", "mixtral"))  # test_lean and test_generic have others
 def test_sampler_and_trainer_agree(family):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+    model = family_model(family, **FAMILIES[family])
     policy = Policy(model, Precision(torch.float32, torch.float32))
     engine = LocalEngine(policy, LetterTokenizer(), (1,))
     prompts = [Prompt(i, i, ids, "", "", {}) for i, ids in enumerate(PROMPTS)]

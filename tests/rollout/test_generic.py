@@ -15,7 +15,7 @@ from cohort.rollout.choose import logit_gaps
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
 from cohort.rollout.shared import SharedBackend
 from tests.conftest import telling
-from tests.families.configs import small_config
+from tests.families.configs import OLDER, small_config
 from tests.rollout.conftest import drawn_ids
 from tests.rollout.test_families import ATTENTION as SMALL
 from tests.rollout.test_families import COMMON
@@ -191,6 +191,8 @@ TELLING = (
 @pytest.mark.parametrize("family", telling(FAMILIES, *TELLING))
 def test_sampler_and_trainer_agree_whatever_the_batch_size(family):
     engine, (_, way) = engine_of(family), FAMILIES[family]
+    if OLDER and family == "lfm2":
+        pytest.skip("the installed transformers hands no arguments on to its convolutions")
     assert isinstance(engine.backend, KINDS[way])
     assert way in engine.backend.description
     assert f"not lean: {family.split()[0]!r} is not among" in engine.backend.description

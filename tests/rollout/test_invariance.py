@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, round_up
 from cohort.rollout.lean import LeanBackend
 from cohort.types import Prompt
-from tests.conftest import telling, tiny_llama
+from tests.conftest import family_model, telling, tiny_llama
 from tests.rollout import test_generic, test_lean
 from tests.rollout.conftest import Way, cover, drawn_ids, each_way
 from tests.rollout.test_local_engine import LetterTokenizer
@@ -155,7 +154,7 @@ def sized_engine(name, precision):
 def _sized_engine(name, precision, native):
     kind, changes = MODELS[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **changes))
+    model = family_model(kind, **changes)
     policy = Policy(model, precision)
     ends = tuple(range(8))  # many, so that rows are refilled
     engine = LocalEngine(policy, LetterTokenizer(), ends, native_kernels=native)

@@ -21,7 +21,7 @@ from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.generic import RefillBackend, StaticBackend
 from cohort.rollout.lean import LeanBackend
-from tests.conftest import telling
+from tests.conftest import family_model, telling
 from tests.rollout.conftest import Way, cover, drawn_ids, each_way
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
@@ -206,7 +206,7 @@ def disturbed(model, seed=3):
 def made(family):
     kind, settings = FAMILIES[family]
     torch.manual_seed(0)
-    return disturbed(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)))
+    return disturbed(family_model(kind, **settings))
 
 
 def policy_of(family="llama", precision=FLOAT32):

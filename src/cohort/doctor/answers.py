@@ -6,6 +6,7 @@ answer is that of another row in the same form, or a refusal.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -119,19 +120,23 @@ def try_answers(
         found = [one for column in columns if (one := _try_column(runner, function, prompts, column, encode))]
         if found:
             best = max(found, key=lambda one: max(one.told, one.below) / one.rows)
-            named = best.column in reads[function.name] and best.column in ANSWER_COLUMNS
+            # Of an object, the function may compare one value, so that its JSON text is no answer.
+            is_object = any(isinstance(prompt.columns.get(best.column), Mapping) for prompt in prompts)
+            named = best.column in reads[function.name] and best.column in ANSWER_COLUMNS and not is_object
             told.append(replace(best, named=named))
         else:
-            untried[function.name] = "it reads no column with answers as text or numbers"
+            untried[function.name] = "it reads no column with answers as text, numbers or objects"
     return told, untried
 
 
 def answer_text(value: Any) -> str | None:
-    """A right answer as text; None if the cell holds none.
+    """A right answer as text, that of an object as JSON; None if the cell holds none.
 
-    >>> answer_text(3), answer_text(["4", "four"]), answer_text({"tests": []})
-    ('3', '4', None)
+    >>> answer_text(3), answer_text(["4", "four"]), answer_text({"city": "Turku"}), answer_text([{}])
+    ('3', '4', '{"city": "Turku"}', None)
     """
+    if isinstance(value, Mapping) and value:
+        return json.dumps(value, default=str)
     if isinstance(value, list | tuple) and value:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -142,7 +147,9 @@ def answer_text(value: Any) -> str | None:
 def _answer_columns(prompts: Sequence[Prompt], function: Function, read: Sequence[str]) -> list[str]:
     """Columns that may hold the right answers that a function knows, at most two: those that it names, or all if it
     takes every column."""
-    holds = {c for prompt in prompts for c, value in prompt.columns.items() if answer_text(value) is not None}
+    cells = [cell for prompt in prompts for cell in prompt.columns.items()]
+    cells = [(c, value) for c, value in cells if c in ANSWER_COLUMNS or not isinstance(value, Mapping)]  # no {inputs}
+    holds = {c for c, value in cells if answer_text(value) is not None}
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters_of(function.call))
     by_name = [column for column in read if column in holds & ANSWER_COLUMNS]
     others = sorted(holds & ANSWER_COLUMNS) if takes_all else []

@@ -158,6 +158,8 @@ def load_model(
             use_safetensors=None if allow_pickled_weights else True,
             ignore_mismatched_sizes=True,  # check_complete refuses them, and names one
             output_loading_info=True,
+            # Before 5.21 transformers chooses SDPA for models with soft caps, and drops the caps.
+            **({"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}),
             **_quantization(quantization, precision, device),
         )
         check_complete(base, report)

@@ -9,7 +9,9 @@ Axis letters: S rows, A heads, D head dimension, T tokens.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from cohort.rollout import cache as storage
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
+from cohort.rollout.cast import CastWeights
 from cohort.rollout.group_attention import attend_in_two_parts
 from cohort.rollout.native.recurrent import STEPS, convolve_step
 from cohort.rollout.states import RowStates
@@ -58,6 +61,8 @@ class SharedBackend(Backend):
         self._native = not policy.why_no_kernels()
         self._cache: GroupCache | None = None
         self._states: RowStates | None = None
+        self._weights: CastWeights | None = None
+        self._head_weight: Tensor | None = None
         probe = Probe(Layout([2], policy.device), self._native, read={})
         self._run([[0, 0]], probe)
         shapes = set(probe.shapes.values())
@@ -101,10 +106,12 @@ class SharedBackend(Backend):
             dtype = self.policy.precision.master
         self._cache = GroupCache(capacity, **sizes, dtype=dtype, device=self.policy.device)
         self._states = RowStates(capacity.rows)
+        self._weights = CastWeights(self.policy)
+        self._head_weight = self._head.cast_weight()
 
     def end(self) -> None:
         """See ``Backend``."""
-        self._cache = self._states = None
+        self._cache = self._states = self._weights = self._head_weight = None
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -130,9 +137,12 @@ class SharedBackend(Backend):
         """The logits after each text."""
         ids_T = in_like_shapes(torch.tensor([token for text in texts for token in text], device=self.policy.device))
         packed.drawn_N = torch.tensor([len(text) for text in texts], device=self.policy.device).cumsum(0) - 1
-        with torch.no_grad():
+        with torch.no_grad(), self._cast():
             hidden = self._body(ids_T, in_like_shapes(packed.layout.positions_T), packed)
-            return self._head.logits(hidden.states)
+            return self._head.logits(hidden.states, self._head_weight)
+
+    def _cast(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._weights is None else self._weights.used()
 
     @torch.no_grad()
     def step(self, tokens_S: Tensor) -> Tensor:
@@ -140,8 +150,9 @@ class SharedBackend(Backend):
         layout = self.cache.next_layout()
         step = Step(self.cache, self.states, layout, self._layers, native=self._native)
         ids_T = functional.pad(tokens_S, (0, layout.padding))
-        hidden = self._body(ids_T, layout.positions, step)
-        return self._head.logits(hidden.states, multiple=ROW_MULTIPLE)
+        with self._cast():
+            hidden = self._body(ids_T, layout.positions, step)
+            return self._head.logits(hidden.states, self._head_weight, multiple=ROW_MULTIPLE)
 
     @torch.no_grad()
     def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:

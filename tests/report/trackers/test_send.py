@@ -93,7 +93,7 @@ def test_mlflow_reads_what_was_sent(run, tmp_path, monkeypatch):
     assert found.data.tags["findings/all_wrong"].startswith("step 5, alarm")
     points = [(point.step, point.value) for point in client.get_metric_history(sent.id, "time")]
     assert points == [(n, 100.0 + n) for n in range(14)]
-    assert "rewards/_lambda_" in found.data.metrics
+    assert "rewards._lambda_" in found.data.metrics  # in a store of files, see outlets.py
     table = json.loads((next((tmp_path / "store").rglob("completions/step-10.json"))).read_text())
     assert table["columns"] == ["group", "prompt", "completion", "finish_reason", "reward", "advantage", "rewards/f"]
     assert table["data"][0] == [5, "1+1", "<script>alert(1)</script>", "stop", 1.0, 0.5, 1.0]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from cohort.report.diagnosis import Finding, Level
 
@@ -141,18 +142,25 @@ class _Wandb(_Accelerated):
 
 
 class _MLflow(_Accelerated):
-    """MLflow, at ``MLFLOW_TRACKING_URI``. Tables are artifacts, findings tags."""
+    """MLflow, at ``MLFLOW_TRACKING_URI``. Tables are artifacts, findings tags.
+
+    In its store of plain files, a metric is a file and each "/" in its name a folder, so that "rewards/f" and
+    "rewards/f/std" exclude each other: there, names have "." in place of "/".
+    """
 
     settings_once = True
 
     def __init__(self, opening: Opening) -> None:
+        import mlflow
         from accelerate.tracking import MLflowTracker
 
+        self._in_files = urlsplit(mlflow.get_tracking_uri()).scheme in ("", "file")
         self.tracker = _started(MLflowTracker(opening.project, run_id=opening.id, run_name=opening.name))
         self.id = self.tracker.active_run.info.run_id
 
     def name_of(self, key: str) -> str:
-        return re.sub(r"[^\w\-. :/]", "_", key)
+        name = re.sub(r"[^\w\-. :/]", "_", key)
+        return name.replace("/", ".") if self._in_files else name
 
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
         import mlflow

@@ -1,0 +1,57 @@
+"""Prompts once per group through transformers' modules: memory, and weights in the compute dtype."""
+
+import pytest
+import torch
+
+from cohort.policy import Policy, Precision
+from cohort.rollout import LocalEngine
+from cohort.rollout.budget import plan
+from cohort.rollout.capacity import Capacity
+from cohort.rollout.cast import CastWeights
+from cohort.rollout.shared import SharedBackend
+from tests.families.configs import small_model
+from tests.rollout.test_local_engine import LetterTokenizer
+
+FLOAT32, MIXED = Precision(torch.float32, torch.float32), Precision(torch.float32, torch.bfloat16)
+
+
+def test_states_count_against_the_memory():
+    """A delta rule of 4 x 8 x 8 numbers and tails of 3 x (16 + 16 + 32), one attention layer of 2 x 2 x 8, float32."""
+    backend = LocalEngine(Policy(small_model("qwen3_5_text"), FLOAT32), LetterTokenizer(), (1,)).backend
+    assert isinstance(backend, SharedBackend)
+    assert backend.token_bytes == 4 * 32
+    assert backend.row_tokens == -(-4 * (256 + 192) // (4 * 32))
+    sizes = {"max_rows": 100, "token_bytes": 1, "token_multiple": 1, "device": torch.device("cpu")}
+    capacity = plan([10] * 4, 16, 10, 6, max_tokens=200, **sizes, row_tokens=20)
+    assert (capacity.rows, capacity.prompts) == (4, 2)  # 4 (6 + 20) + 2 (10 + 20) = 164; a fifth row adds 2 prompts
+    assert plan([10] * 4, 16, 10, 6, max_tokens=200, **sizes).rows == 16
+
+
+def test_weights_are_cast_once_and_given_back():
+    """The bits are those of autocast, which casts them in each step."""
+    policy = Policy(small_model("lfm2"), MIXED)
+    before = {name: (weight.data_ptr(), weight.dtype) for name, weight in policy.model.named_parameters()}
+    backend = SharedBackend(policy)
+    backend.begin(Capacity(2, 1, 4, 8))
+    prefilled = backend.prefill([[5, 9, 20, 3]])
+    backend.add_rows([0, 0])
+    stepped = backend.step(torch.tensor([4, 7]))
+    weights = CastWeights(policy)
+    with weights.used():
+        linears = [(n, m.weight.dtype) for n, m in policy.model.named_modules() if isinstance(m, torch.nn.Linear)]
+    # The head is tied to the embedding.
+    assert {(name == "lm_head", dtype) for name, dtype in linears} == {(True, torch.float32), (False, torch.bfloat16)}
+    backend.end()
+    assert before == {name: (weight.data_ptr(), weight.dtype) for name, weight in policy.model.named_parameters()}
+    backend.begin(Capacity(2, 1, 4, 8))
+    backend._weights = None
+    assert torch.equal(backend.prefill([[5, 9, 20, 3]]), prefilled)
+    backend.add_rows([0, 0])
+    assert torch.equal(backend.step(torch.tensor([4, 7])), stepped)
+
+
+def test_weights_are_given_back_after_an_error():
+    policy = Policy(small_model("lfm2"), MIXED)
+    with pytest.raises(KeyError), CastWeights(policy).used():
+        raise KeyError
+    assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32}
