@@ -2,7 +2,12 @@
 
     python examples/minimal_grpo.py
 
-Trains the demo's model for a few steps on column addition. ``tests/test_minimal_example.py`` holds the parameters equal
+Trains the demo's model on column addition for 30 steps of 32 problems x 8 completions and draws the mean reward of each
+step, the share of right answers. From the first five steps to the last five it rises from 0.47 to 0.95, from 0.45 to
+0.95 and from 0.45 to 0.94 with the seeds 0, 1 and 2; single steps scatter about these means by 0.05. A run takes 52
+seconds of one core. An installed package has this file in ``cohort/examples``.
+
+``tests/test_minimal_example.py`` holds the parameters equal
 to those of ``cohort.train.loop`` after three steps, bit for bit. What the trainer adds is around this: checks, data
 files, microbatches, several updates per rollout, a run folder, evaluation, resuming.
 """
