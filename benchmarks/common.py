@@ -31,6 +31,7 @@ from rollout import GROUP, MEBI, MissingError, Shape, forget_peak, resident
 
 TRL_VERSION = "1.16.0"
 LEARNING_RATE = 1e-6
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # ---- processes that take turns
 
@@ -193,8 +194,10 @@ class Witness:
     def _count(self, *_: object) -> None:
         self._optimizer_steps += 1
 
-    def _now(self) -> list[float]:
-        return [float(p.detach().sum(dtype=torch.float64)) for p in self._parameters]
+    def _now(self) -> list[int]:
+        """Sums of the weights' bits. A sum of the numbers would stay the same where Adam's first step moves as many
+        weights of 1 up as down."""
+        return [int(p.detach().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64)) for p in self._parameters]
 
     def look(self) -> dict[str, Any]:
         before, self._sums = self._sums, self._now()

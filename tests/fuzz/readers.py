@@ -25,6 +25,7 @@ from cohort.config import GRPOConfig, apply_overrides, hide_secrets, load_config
 from cohort.data.source import read_file
 from cohort.errors import CohortError
 from cohort.evaluation.command import Request
+from cohort.generate.request import Request as Generation
 from cohort.policy import context_length, end_token_ids, load_tokenizer
 from cohort.policy import read_config as model_config
 from cohort.report.compare import changed_facts, changed_settings, differences, read_whole
@@ -482,6 +483,7 @@ def read_folder(folder: Path, given: tuple[str, bytes]) -> None:
         lambda: changed_facts(read_whole(run), read_whole(source)),
         lambda: Request(str(run), trust=str(run), data=("rows.jsonl",), reward=("math",)).settings(),
         lambda: model_of(str(run)),
+        lambda: Generation(model=str(run), trust=str(run)).sampling(),
         lambda: last_start(run),
         lambda: RunFolder(run).check_resumable(load_config(run / "config.toml", of_run=True)),
         lambda: RunFolder(run).evaluations(),

@@ -124,7 +124,11 @@ def test_functions_that_have_moved(copied, elsewhere):
         Evaluation(str(copied)).settings()
     Evaluation(str(copied), reward=("math",)).settings()
     Generation(model=str(copied)).sampling()  # which needs no reward
-    change(copied, ("gone.py:digits", "/nowhere/gone.py:digits"))
+    long = "x" * 300
+    change(copied, ("gone.py:digits", f"{long}.py:digits"))
+    with pytest.raises(RunFolderError, match="x.py .reward.functions., which is not there"):
+        Evaluation(str(copied)).settings()
+    change(copied, (f"{long}.py:digits", "/nowhere/gone.py:digits"))
     with pytest.raises(RunFolderError, match=r"name /nowhere/gone.py \(reward.functions\), which is not there. If it"):
         Evaluation(str(copied)).settings()
 

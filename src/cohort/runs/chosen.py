@@ -150,13 +150,20 @@ def settings_of_run(
 def _check_files(run: Path, config: GRPOConfig, names: Collection[str]) -> None:
     """Check that the files of functions are there: they may have moved since the run."""
     for name, source in _sources(config, names):
-        if (file := Path(source)).suffix == ".py" and not file.expanduser().is_file():
+        if (file := Path(source)).suffix == ".py" and not _is_file(file):
             began = last_start(run).folder
             raise RunFolderError(
                 f"the settings of {run} name {file} ({name}), which is not there"
                 + (f"; the run was started in {began}" if began and not file.is_absolute() else "")
                 + f". If it has moved, name it where it is now, as in --{name} FILE.py:NAME"
             )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, with a NUL
+        return False
 
 
 def _home(run: Path, config: GRPOConfig, names: Collection[str]) -> Path | None:

@@ -147,7 +147,10 @@ def _whole(value: Any, *, any_file: bool) -> Any:
     file, is_code, function = value.partition(".py:")
     file += ".py" * bool(is_code)
     path = Path(file)
-    is_file = (is_code or any_file) and not path.is_absolute() and path.exists()
+    try:
+        is_file = (is_code or any_file) and not path.is_absolute() and path.exists()
+    except OSError:  # no name of a file: too long
+        is_file = False
     return f"{path.absolute()}{':' * bool(is_code)}{function}" if is_file else value
 
 
