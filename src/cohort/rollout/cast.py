@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cohort.parallel.full import is_gathered
 from cohort.policy import Policy
@@ -27,8 +28,8 @@ class CastWeights:
         compute = policy.precision.compute
         casts = compute.itemsize < policy.precision.master.itemsize and not is_gathered(policy.model)
         linears = [module for module in base_of(policy.model).get_decoder().modules() if type(module) is nn.Linear]
-        self._casts = [
-            (linear, linear.weight, linear.weight.to(compute))
+        self._casts: list[tuple[dict[str, Any], Tensor, Tensor]] = [
+            (linear._parameters, linear.weight, linear.weight.to(compute))
             for linear in linears
             if casts and linear.weight.dtype != compute
         ]
@@ -38,9 +39,9 @@ class CastWeights:
         """Use the copies inside the block, which needs no gradients. The modules hold them in place of their weights,
         which stay as they are: a policy may share them with its snapshot, and may be saved while that samples."""
         try:
-            for linear, _, copy in self._casts:
-                linear._parameters["weight"] = copy  # type: ignore[assignment]
+            for parameters, _, copy in self._casts:
+                parameters["weight"] = copy
             yield
         finally:
-            for linear, weight, _ in self._casts:
-                linear._parameters["weight"] = weight
+            for parameters, weight, _ in self._casts:
+                parameters["weight"] = weight
