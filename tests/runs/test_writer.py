@@ -163,4 +163,5 @@ def test_its_thread_ends_before_it_is_closed(monkeypatch):
     writer.in_background(Write("checkpoint", 1, lambda: None))
     writer.settle()
     writer.close()
-    assert writer._thread is not None and not writer._thread.is_alive()
+    assert writer._thread is not None
+    assert not writer._thread.is_alive()
