@@ -16,7 +16,7 @@ import numpy as np
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
 from cohort.data.render import Renderer, ToolsOf
-from cohort.data.rows import Row, plain
+from cohort.data.rows import Row, plain, rename
 from cohort.errors import DataError
 from cohort.types import Prompt
 
@@ -195,6 +195,13 @@ class PromptSet:
         text, content, prefill, arguments = self.renderers[number].decode(row, where, token_ids)
         columns = {column: row.get(column) for column in self.columns} | dict(row)
         return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
+
+    def original(self, index: int) -> Row:
+        """The columns of a prompt's row under their names in the source, before ``data.columns``."""
+        number, row_index = self._locate(index)
+        rows = self.data.sources[number].rows
+        row = dict.fromkeys(rows.columns) | dict(rows[row_index])
+        return rename(row, {new: old for old, new in rows.new_names.items()})
 
     @property
     def fingerprint(self) -> str:
