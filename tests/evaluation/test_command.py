@@ -235,7 +235,7 @@ MODEL_RUN = " ".join([RUN, *SETTINGS])
         (f"{RUN} --temperature -1", "eval.temperature_eval"),
         (f"{RUN} --eval.what 1", "unknown setting --eval.what"),
         (f"{RUN} --config nope.toml", "no config file nope.toml"),
-        (f"{MODEL_RUN} --max-tokens 5000", "eval.max_completion_length_eval (5,000) leaves no room for a prompt"),
+        (f"{MODEL_RUN} --max-tokens 5000", "context of 256 tokens: set --max-tokens to at most 245;"),
         (f"{MODEL_RUN} --max-tokens 9 --against ./nowhere", "no model folder ./nowhere"),
         (f"{MODEL_RUN} --device abacus", "'abacus' cannot be used here"),
         (f"{RUN} --output rows.jsonl", "rows.jsonl exists: give another file"),
@@ -319,3 +319,11 @@ def test_a_path_without_a_model_is_an_error(tmp_path, capsys):
     assert main(["eval", str(tmp_path / "empty"), "--data", "rows.jsonl"]) == 2
     assert "no reward function: give --reward NAME" in (printed := capsys.readouterr().err)
     assert "holds neither a model nor a run" in printed
+
+
+def test_without_a_length_completions_fill_what_the_context_leaves(rows, tmp_path, capsys):
+    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--rows", "2", *SETTINGS, "--json", "out.json")
+    assert evaluate(*arguments) == 0
+    room = 256 - 11  # the model's context less the longest prompt
+    assert f"0 to {room} tokens" in capsys.readouterr().err
+    assert f"0 to {room} tokens" in json.loads((tmp_path / "out.json").read_text())["sampling"]

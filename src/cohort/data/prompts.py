@@ -30,10 +30,19 @@ class LengthLimit:
     """The setting or model property that the limit comes from."""
     rule: str = "error"
     """``data.overlong_prompts``."""
+    context: int | None = None
+    """Context length of the model, if the limit comes from it."""
+    lower: str = "rollout.max_completion_length"
+    """The setting or flag that leaves prompts more of the context when it is lower."""
 
     @classmethod
     def of(
-        cls, config: DataConfig, context: int | None, completion: int, setting: str = "rollout.max_completion_length"
+        cls,
+        config: DataConfig,
+        context: int | None,
+        completion: int,
+        setting: str = "rollout.max_completion_length",
+        lower: str = "",
     ) -> LengthLimit | None:
         """The smaller of ``data.max_prompt_length`` and the context length less a completion; None if neither is known.
 
@@ -42,22 +51,21 @@ class LengthLimit:
             context: context length of the model in tokens, if known.
             completion: maximum length of a completion in tokens.
             setting: the setting that ``completion`` comes from.
-
-        Raises:
-            DataError: a completion alone fills the context.
+            lower: the setting or flag that errors say to lower; empty: ``setting``.
         """
-        limits = []
+        limits: list[tuple[int, str, int | None]] = []
         if config.max_prompt_length is not None:
-            limits.append((config.max_prompt_length, "data.max_prompt_length"))
-        if context is not None:
-            if context <= completion:
-                raise DataError(
-                    f"{setting} ({completion:,}) leaves no room for a prompt in the model's context of "
-                    f"{context:,} tokens: lower it"
-                )
+            limits.append((config.max_prompt_length, "data.max_prompt_length", None))
+        if context is not None and context <= completion:
+            why = f"{setting} ({completion:,}) leaves no room for a prompt in the model's context of {context:,} tokens"
+            limits.append((0, why, context))
+        elif context is not None:
             why = f"the model's context of {context:,} less {setting}, {completion:,}"
-            limits.append((context - completion, why))
-        return cls(*min(limits), config.overlong_prompts) if limits else None
+            limits.append((context - completion, why, context))
+        if not limits:
+            return None
+        tokens, why, of_context = min(limits, key=lambda limit: limit[0])
+        return cls(tokens, why, config.overlong_prompts, of_context, lower or setting)
 
     def check(self, lengths: np.ndarray, name: str, row_name: Callable[[int], str]) -> None:
         """Apply the rule "error".
@@ -68,12 +76,18 @@ class LengthLimit:
             row_name: what errors call the row of a prompt, by its index.
 
         Raises:
-            DataError: the rule is "error" and there are overlong prompts.
+            DataError: the rule is "error" and there are overlong prompts, or a completion alone fills the context.
         """
         count, longest = int((lengths > self.tokens).sum()), int(lengths.argmax())
+        remedy = "raise data.max_prompt_length"
+        if self.context is not None:
+            remedy = f"lower {self.lower}"
+            if (room := self.context - int(lengths[longest])) > 0:
+                remedy = f"set {self.lower} to at most {room:,}"
+        if self.context is not None and self.tokens < 1:
+            raise DataError(f"{self.why}: {remedy}; the longest prompt has {lengths[longest]:,}")
         if not count or self.rule != "error":
             return
-        remedy = "raise data.max_prompt_length" if "max_prompt" in self.why else "lower rollout.max_completion_length"
         raise DataError(
             f"{name}: {count:,} of {len(lengths):,} prompts have more than {self.tokens:,} tokens ({self.why}); the "
             f"longest, {row_name(longest)}, has {lengths[longest]:,}. Either {remedy}, or set data.overlong_prompts to "
