@@ -96,9 +96,20 @@ def _load_file(file: str, what: str, error: type[CohortError]) -> ModuleType:
         raise error(f"{what} file {file} failed to load: {type(failure).__name__}: {failure}") from failure
 
 
+_MODULE_FOLDERS: dict[str, str] = {}
+"""The folders of top-level modules that are not looked for in the working folder."""
+
+
+def know_module_folders(folders: Mapping[str, str]) -> None:
+    """Look for these top-level modules in these folders instead of the working folder. A folder is searched from the
+    time on that its module is loaded: what else it holds is imported by nothing before."""
+    _MODULE_FOLDERS.update(folders)
+
+
 def _load_module(module: str, what: str, error: type[CohortError]) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # `cohort`, unlike `python -m`, does not search the working folder
+    folder = _MODULE_FOLDERS.get(module.partition(".")[0], str(Path.cwd()))
+    if folder not in sys.path:
+        sys.path.append(folder)  # `cohort`, unlike `python -m`, does not search the working folder
     try:
         return importlib.import_module(module)
     except ImportError as failure:

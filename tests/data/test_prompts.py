@@ -25,6 +25,14 @@ def test_text_prompts():
     assert (prompt.columns, prompt.is_conversation, prompt.source) == (ROWS[1], False, "")
 
 
+def test_tokens_that_stand_for_images_are_refused():
+    prompts = PromptSet(ROWS, TOKENIZER, DataConfig(prompt_column="question"))
+    (five,) = set(prompts.prompt(1, uid=0).token_ids[-1:])
+    prompts.refuse_tokens([max(prompts.prompt(1, uid=0).token_ids) + 1])
+    with pytest.raises(DataError, match=f"the prompt of .*row 1 holds token {five}, which stands for an image"):
+        prompts.refuse_tokens([five])
+
+
 def test_conversations():
     config = DataConfig(prompt_template="{question}=", format="chat", system_prompt="add")
     prompt = PromptSet(ROWS, TOKENIZER, config).prompt(0, uid=0)
@@ -164,10 +172,16 @@ def test_where_the_limit_comes_from():
     assert LengthLimit.of(DataConfig(max_prompt_length=5, overlong_prompts="drop"), 100, 10).rule == "drop"
     limit = LengthLimit.of(DataConfig(max_prompt_length=500), 1024, 600)
     assert (limit.tokens, limit.why) == (424, "the model's context of 1,024 less rollout.max_completion_length, 600")
-    with pytest.raises(DataError, match="4 tokens .the model's context of 8 .*Either lower rollout.max_completion_len"):
+    with pytest.raises(
+        DataError, match="4 tokens .the model's context of 8 .*Either set rollout.max_completion_length to at most 3"
+    ):
         LengthLimit.of(DataConfig(), 8, 4).check(np.array([4, 5]), "the training data", str)
-    with pytest.raises(DataError, match=r"max_completion_length .600. leaves no room .* context of 600 tokens"):
-        LengthLimit.of(DataConfig(), 600, 600)
+    full = LengthLimit.of(DataConfig(overlong_prompts="drop"), 600, 600, lower="--max-tokens")
+    words = r"max_completion_length .600. leaves no room .* context of 600 tokens: set --max-tokens to at most 583; "
+    with pytest.raises(DataError, match=words + "the longest prompt has 17"):
+        full.check(np.array([4, 17]), "the training data", str)
+    with pytest.raises(DataError, match="600 tokens: lower --max-tokens; the longest prompt has 700"):
+        full.check(np.array([700]), "the training data", str)
 
 
 @settings(deadline=None)

@@ -235,7 +235,7 @@ MODEL_RUN = " ".join([RUN, *SETTINGS])
         (f"{RUN} --temperature -1", "eval.temperature_eval"),
         (f"{RUN} --eval.what 1", "unknown setting --eval.what"),
         (f"{RUN} --config nope.toml", "no config file nope.toml"),
-        (f"{MODEL_RUN} --max-tokens 5000", "eval.max_completion_length_eval (5,000) leaves no room for a prompt"),
+        (f"{MODEL_RUN} --max-tokens 5000", "context of 256 tokens: set --max-tokens to at most 245;"),
         (f"{MODEL_RUN} --max-tokens 9 --against ./nowhere", "no model folder ./nowhere"),
         (f"{MODEL_RUN} --device abacus", "'abacus' cannot be used here"),
         (f"{RUN} --output rows.jsonl", "rows.jsonl exists: give another file"),
@@ -319,3 +319,24 @@ def test_a_path_without_a_model_is_an_error(tmp_path, capsys):
     assert main(["eval", str(tmp_path / "empty"), "--data", "rows.jsonl"]) == 2
     assert "no reward function: give --reward NAME" in (printed := capsys.readouterr().err)
     assert "holds neither a model nor a run" in printed
+
+
+def test_without_a_length_completions_fill_what_the_context_leaves(rows, tmp_path, capsys):
+    arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--rows", "2", *SETTINGS, "--json", "out.json")
+    assert evaluate(*arguments) == 0
+    room = 256 - 11  # the model's context less the longest prompt
+    assert f"0 to {room} tokens" in capsys.readouterr().err
+    assert f"0 to {room} tokens" in json.loads((tmp_path / "out.json").read_text())["sampling"]
+
+
+def test_rows_with_pass_rates_are_read_with_the_settings_that_they_were_written_with(rows, tmp_path):
+    renamed = [{"q": row["question"], "gold": row["answer"], "rate": 0.5} for row in rows[:2]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in renamed))
+    columns = ("--data.columns", "{answer = 'gold', question = 'q', pass_rate = 'rate'}")
+    arguments = ("--reward", REWARD, "--n", "2", "--max-tokens", "4", *SETTINGS, *columns, "--quiet")
+    assert evaluate("--data", "rows.jsonl", *arguments, "--pass-rates", "rated.jsonl") == 0
+    rated = lines(tmp_path / "rated.jsonl")
+    assert rated == [row | {"rate": new["rate"]} for row, new in zip(renamed, rated, strict=True)]
+    assert {row["rate"] for row in rated} <= {0.0, 1.0}
+    assert evaluate("--data", "rated.jsonl", *arguments, "--pass-rates", "again.jsonl") == 0
+    assert lines(tmp_path / "again.jsonl") == rated

@@ -292,7 +292,7 @@ def test_text_that_is_not_utf8_is_escaped(demo_tokenizer):
             ROWS[:3],
             {"max_completion_length_eval": 500},
             DataError,
-            r"max_completion_length_eval \(500\) leaves no room",
+            r"eval \(500\) leaves no room .* set eval.max_completion_length_eval to at most 125",
         ),
         (ROWS[:3], {"success": "math"}, ConfigError, "'math', but the reward functions are digits_reward"),
     ],

@@ -1,8 +1,10 @@
 """A run's models and settings as `cohort eval` and `cohort generate` take them, from any folder."""
 
 import contextlib
+import importlib.util
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,8 @@ from cohort.config import load_config
 from cohort.errors import ConfigError, RunFolderError
 from cohort.evaluation.command import Request as Evaluation
 from cohort.generate.request import Request as Generation
-from cohort.generate.request import read_rows, render
+from cohort.generate.request import note_on_template, read_rows, render
+from cohort.rewards.names import resolve_reward
 from cohort.runs.chosen import model_of, run_of
 from cohort.runs.trust import remember
 from tests.train.harness import ROWS, make_trainer
@@ -80,6 +83,36 @@ def test_eval_and_generate_draw_the_same_from_any_folder(project, elsewhere, cap
     (elsewhere / "mine.py").write_text(DIGITS.replace("/ 9", "* 0 + 3"))
     assert main(["eval", run, "--reward", "mine.py:digits", "--json", "3.json", "--quiet"]) == 0
     assert json.loads((elsewhere / "3.json").read_text())["metrics"][0]["eval/reward/mean"] == 3
+
+
+def test_only_a_module_that_a_setting_names_opens_its_folder(copied, elsewhere, tmp_path, capsys, monkeypatch):
+    """The folder that the run says it was started in may be anybody's: libraries look for optional modules."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
+    (home / "numexpr.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    (home / "scores_of_home.py").write_text(DIGITS.replace("sum(", "helper_of_home.one * sum("))
+    text = (home / "scores_of_home.py").read_text()
+    (home / "scores_of_home.py").write_text(f"import helper_of_home\n{text}")
+    (home / "helper_of_home.py").write_text("one = 1\n")
+    start = lines(copied / "starts.jsonl")[-1] | {"folder": str(home)}
+    (copied / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    config = (copied / "config.toml").read_text().replace("held/data.jsonl", "rows.jsonl")
+    (copied / "config.toml").write_text(config.replace("mine.py:digits", "exact_match"))
+    settings = Evaluation(str(copied)).settings()
+    assert settings.data.eval == f"{home}/rows.jsonl"
+    assert str(home) not in sys.path
+    assert importlib.util.find_spec("numexpr") is None or "home" not in importlib.util.find_spec("numexpr").origin
+    # A module is checked by the file that it stands for there, and then loaded from that file.
+    (copied / "config.toml").write_text(config.replace("mine.py:digits", "scores_of_home:digits"))
+    with pytest.raises(RunFolderError, match="scores_of_home:digits"):
+        Evaluation(str(copied)).settings()
+    (elsewhere / "scores_of_home.py").write_text("raise RuntimeError('of another folder')")
+    settings = Evaluation(str(copied), trust=str(copied)).settings()
+    assert str(home) not in sys.path
+    assert resolve_reward(*settings.reward.functions)(completions=["1234567890"]) == [10 / 9]
+    assert sys.modules["scores_of_home"].__file__ == f"{home}/scores_of_home.py"
 
 
 def test_which_model(project, copied):
@@ -177,5 +210,7 @@ def test_generate_takes_the_settings_of_the_run(copied, demo_tokenizer):
     assert (acting.names, acting.settings.max_turns) == (["calculator"], 2)
     acting.close()
     change(copied, ("{question} = ?", "{a}+{b}"))
-    with pytest.raises(ConfigError, match="made of the columns a, b: give rows with --prompts, or whole prompts with"):
-        read_rows(Generation(model=str(copied), prompt=("1+1",)))
+    whole = Generation(model=str(copied), prompt=("1+1",))
+    assert read_rows(whole) == [{"prompt": "1+1"}]
+    assert "is the whole prompt: the run's data.prompt_template is made of the columns a, b," in note_on_template(whole)
+    assert note_on_template(replace(whole, prompt_column="prompt")) == note_on_template(request) == ""

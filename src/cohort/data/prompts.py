@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
@@ -16,7 +16,7 @@ import numpy as np
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
 from cohort.data.render import Renderer, ToolsOf
-from cohort.data.rows import Row, plain
+from cohort.data.rows import Row, plain, rename
 from cohort.errors import DataError
 from cohort.types import Prompt
 
@@ -30,10 +30,19 @@ class LengthLimit:
     """The setting or model property that the limit comes from."""
     rule: str = "error"
     """``data.overlong_prompts``."""
+    context: int | None = None
+    """Context length of the model, if the limit comes from it."""
+    lower: str = "rollout.max_completion_length"
+    """The setting or flag that leaves prompts more of the context when it is lower."""
 
     @classmethod
     def of(
-        cls, config: DataConfig, context: int | None, completion: int, setting: str = "rollout.max_completion_length"
+        cls,
+        config: DataConfig,
+        context: int | None,
+        completion: int,
+        setting: str = "rollout.max_completion_length",
+        lower: str = "",
     ) -> LengthLimit | None:
         """The smaller of ``data.max_prompt_length`` and the context length less a completion; None if neither is known.
 
@@ -42,22 +51,21 @@ class LengthLimit:
             context: context length of the model in tokens, if known.
             completion: maximum length of a completion in tokens.
             setting: the setting that ``completion`` comes from.
-
-        Raises:
-            DataError: a completion alone fills the context.
+            lower: the setting or flag that errors say to lower; empty: ``setting``.
         """
-        limits = []
+        limits: list[tuple[int, str, int | None]] = []
         if config.max_prompt_length is not None:
-            limits.append((config.max_prompt_length, "data.max_prompt_length"))
-        if context is not None:
-            if context <= completion:
-                raise DataError(
-                    f"{setting} ({completion:,}) leaves no room for a prompt in the model's context of "
-                    f"{context:,} tokens: lower it"
-                )
+            limits.append((config.max_prompt_length, "data.max_prompt_length", None))
+        if context is not None and context <= completion:
+            why = f"{setting} ({completion:,}) leaves no room for a prompt in the model's context of {context:,} tokens"
+            limits.append((0, why, context))
+        elif context is not None:
             why = f"the model's context of {context:,} less {setting}, {completion:,}"
-            limits.append((context - completion, why))
-        return cls(*min(limits), config.overlong_prompts) if limits else None
+            limits.append((context - completion, why, context))
+        if not limits:
+            return None
+        tokens, why, of_context = min(limits, key=lambda limit: limit[0])
+        return cls(tokens, why, config.overlong_prompts, of_context, lower or setting)
 
     def check(self, lengths: np.ndarray, name: str, row_name: Callable[[int], str]) -> None:
         """Apply the rule "error".
@@ -68,12 +76,18 @@ class LengthLimit:
             row_name: what errors call the row of a prompt, by its index.
 
         Raises:
-            DataError: the rule is "error" and there are overlong prompts.
+            DataError: the rule is "error" and there are overlong prompts, or a completion alone fills the context.
         """
         count, longest = int((lengths > self.tokens).sum()), int(lengths.argmax())
+        remedy = "raise data.max_prompt_length"
+        if self.context is not None:
+            remedy = f"lower {self.lower}"
+            if (room := self.context - int(lengths[longest])) > 0:
+                remedy = f"set {self.lower} to at most {room:,}"
+        if self.context is not None and self.tokens < 1:
+            raise DataError(f"{self.why}: {remedy}; the longest prompt has {lengths[longest]:,}")
         if not count or self.rule != "error":
             return
-        remedy = "raise data.max_prompt_length" if "max_prompt" in self.why else "lower rollout.max_completion_length"
         raise DataError(
             f"{name}: {count:,} of {len(lengths):,} prompts have more than {self.tokens:,} tokens ({self.why}); the "
             f"longest, {row_name(longest)}, has {lengths[longest]:,}. Either {remedy}, or set data.overlong_prompts to "
@@ -182,6 +196,13 @@ class PromptSet:
         columns = {column: row.get(column) for column in self.columns} | dict(row)
         return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
 
+    def original(self, index: int) -> Row:
+        """The columns of a prompt's row under their names in the source, before ``data.columns``."""
+        number, row_index = self._locate(index)
+        rows = self.data.sources[number].rows
+        row = dict.fromkeys(rows.columns) | dict(rows[row_index])
+        return rename(row, {new: old for old, new in rows.new_names.items()})
+
     @property
     def fingerprint(self) -> str:
         """Hash of the token ids of all prompts and the weights of the sources."""
@@ -221,6 +242,16 @@ class PromptSet:
         row_index = self.row_indices[index]
         number = int(np.searchsorted(self._bounds, row_index, side="right")) - 1
         return number, int(row_index - self._bounds[number])
+
+    def refuse_tokens(self, token_ids: Collection[int]) -> None:
+        """Raise ``DataError`` if a prompt holds one of the tokens, which stand for images and the like."""
+        for position in np.flatnonzero(np.isin(self._flat, list(token_ids))).tolist() if token_ids else ():
+            index = int(np.searchsorted(self._ends, position, side="right"))
+            if index < len(self) and self._starts[index] <= position:
+                raise DataError(
+                    f"{self.name}: the prompt of {self._row_name(index)} holds token {self._flat[position]}, which "
+                    "stands for an image, a video or sound: Cohort trains on text alone. Remove it from the prompt"
+                )
 
     def _row_name(self, index: int) -> str:
         number, row_index = self._locate(index)

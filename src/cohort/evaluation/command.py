@@ -6,7 +6,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -211,6 +211,7 @@ def evaluate(request: Request) -> int:
         for name, model in zip(names, chosen, strict=True)
     ]
     _check_same_prompts(subjects)
+    subjects, settings = _with_one_length(subjects, settings)
     try:
         found = _evaluations(request, settings, subjects)
     finally:
@@ -259,8 +260,28 @@ def _subject(
         ends = end_token_ids(path, tokenizer, trust_remote_code=settings.model.trust_remote_code)
         variables = settings.data.chat_template_kwargs
         sampler = partial(acting.sampler, turn_format=acting.turn_format(tokenizer, ends, variables))
-    evaluator = Evaluator.of(settings, data, rewards, tokenizer, context_length(config), acting)
+    context, fits = context_length(config), not _sets_length(settings)
+    evaluator = Evaluator.of(settings, data, rewards, tokenizer, context, acting, fits=fits, flag="--max-tokens")
     return Subject(name, path, note, tokenizer, config, evaluator, sampler)
+
+
+def _sets_length(settings: GRPOConfig) -> bool:
+    """Whether a flag or a file sets the length of completions. Otherwise they may fill the model's context."""
+    of_rollout = "max_completion_length" in settings.rollout.model_fields_set
+    return of_rollout or settings.eval.max_completion_length_eval is not None
+
+
+def _with_one_length(subjects: Sequence[Subject], settings: GRPOConfig) -> tuple[list[Subject], GRPOConfig]:
+    """Completions of both models as long as the smaller context allows, and the settings that say so."""
+    if _sets_length(settings):
+        return list(subjects), settings
+    length = min(subject.evaluator.sampling.max_completion_length for subject in subjects)
+    found = []
+    for subject in subjects:
+        sampling = replace(subject.evaluator.sampling, max_completion_length=length)
+        found.append(replace(subject, evaluator=replace(subject.evaluator, sampling=sampling)))
+    eval_settings = settings.eval.model_copy(update={"max_completion_length_eval": length})
+    return found, settings.model_copy(update={"eval": eval_settings})
 
 
 def _check_same_prompts(subjects: Sequence[Subject]) -> None:

@@ -131,6 +131,9 @@ class Evaluator:
         tokenizer: Any,
         context: int | None,
         acting: Acting | None = None,
+        *,
+        fits: bool = False,
+        flag: str = "",
     ) -> Evaluator:
         """The evaluator of the settings. Tries the reward functions on two rows of each set.
 
@@ -141,6 +144,8 @@ class Evaluator:
             tokenizer: the model's tokenizer.
             context: context length of the model in tokens; None: unknown.
             acting: the tools and environments.
+            fits: completions are no longer than the context leaves beside the longest prompt.
+            flag: what errors say to set in place of the setting, for shorter completions.
 
         Raises:
             ConfigError: majority votes are requested, but the judging function cannot log answers.
@@ -151,13 +156,17 @@ class Evaluator:
         sampling = eval_sampling(config)
         own = config.eval.max_completion_length_eval is not None
         setting = "eval.max_completion_length_eval" if own else "rollout.max_completion_length"
-        limit = LengthLimit.of(config.data, context, sampling.max_completion_length, setting)
+        least = max(1, sampling.min_completion_length) if fits else sampling.max_completion_length
+        limit = LengthLimit.of(config.data, context, least, setting, flag)
         tools = acting.schemas_of if acting else None
         made = {name: PromptSet(data, tokenizer, config.data, limit=limit, tools=tools) for name, data in sets.items()}
         for prompts in made.values():
             with seeded(config.run.seed):
                 state = TrainerState(evaluating=True)
                 rewards.dry_run(prompts[:2], state=state, episodes=acting is not None)
+        if fits and context is not None:
+            room = context - max(prompts.longest for prompts in made.values())
+            sampling = replace(sampling, max_completion_length=min(sampling.max_completion_length, room))
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
     @waiting("evaluation")

@@ -11,12 +11,13 @@ from typing import Any
 
 from cohort.config import GRPOConfig
 from cohort.errors import ConfigError, ModelError, RunFolderError
+from cohort.plugins import know_module_folders
 from cohort.runs.checkpoints import saved_identity
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
 from cohort.runs.reading import read_best
 from cohort.runs.starts import last_start, with_whole_names
-from cohort.runs.trust import check_run_settings
+from cohort.runs.trust import check_run_settings, module_origin
 
 FUNCTIONS = (
     "reward.functions",
@@ -142,9 +143,16 @@ def settings_of_run(
         check_run_settings(run, config, trusted, given=given, read=read, unused=unused)
         if home is not None:
             config = with_whole_names(config, names)
-    if home is not None and str(home) not in sys.path:
-        sys.path.append(str(home))  # where its modules are
+    if home is not None:
+        know_module_folders({name: str(home) for name in _modules_of(home, config, names)})
     return config
+
+
+def _modules_of(home: Path, config: GRPOConfig, names: Collection[str]) -> Iterator[str]:
+    """The top-level modules that the settings name, and that would not be the same without ``home``."""
+    for name in {source.partition(".")[0] for _, source in _sources(config, names) if not source.endswith(".py")}:
+        if module_origin(name, [*sys.path, str(home)]) != module_origin(name, sys.path):
+            yield name
 
 
 def _check_files(run: Path, config: GRPOConfig, names: Collection[str]) -> None:

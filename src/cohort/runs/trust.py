@@ -52,15 +52,24 @@ class Code:
                 return str(path.resolve()) if path.is_dir() else ""  # a hub id is the same everywhere
             if source.endswith(".py"):
                 return str(Path(source).expanduser().resolve())
-            spec = PathFinder.find_spec(source.partition(".")[0], [*sys.path, str(Path.cwd())])  # as plugins look
-        except (OSError, RuntimeError, ValueError, ImportError):
+        except (OSError, RuntimeError, ValueError):
             return ""
-        return str(spec.origin or list(spec.submodule_search_locations or ())) if spec else ""
+        return module_origin(source.partition(".")[0], [*sys.path, str(Path.cwd())])  # as plugins look
 
     @property
     def key(self) -> str:
         """A name for the record that this code was run. Secrets are not part of it."""
         return hashlib.sha256(json.dumps([self.setting, hide_secrets(self.text), self.origin]).encode()).hexdigest()
+
+
+def module_origin(name: str, folders: Sequence[str]) -> str:
+    """The file of a top-level module that is looked for in these folders, or the folders of a package without
+    ``__init__.py``; empty if there is none."""
+    try:
+        spec = PathFinder.find_spec(name, folders)
+    except (OSError, RuntimeError, ValueError, ImportError):
+        return ""
+    return str(spec.origin or list(spec.submodule_search_locations or ())) if spec else ""
 
 
 def code_in(config: GRPOConfig, run: Path | None = None) -> list[Code]:
