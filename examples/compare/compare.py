@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from cohort.report.history import RunHistory
@@ -48,8 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known, settings = parser.parse_known_args(arguments)
     if known.jobs > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs that share the cores would wait for each other
-    with ThreadPoolExecutor(known.jobs) as pool:
-        jobs = [pool.submit(train, algorithm, seed, settings) for algorithm in ALGORITHMS for seed in SEEDS]
+    pool = ThreadPoolExecutor(known.jobs)
+    jobs = [pool.submit(train, algorithm, seed, settings) for algorithm in ALGORITHMS for seed in SEEDS]
+    try:
+        for job in as_completed(jobs):
+            job.result()
+    except KeyboardInterrupt:
+        sys.exit("stopped: the runs in progress end with a checkpoint. The same command continues")
+    finally:
+        pool.shutdown(cancel_futures=True)  # of Ctrl-C or a failure: no further run begins, and those that run end
     runs = [job.result() for job in jobs]
     for command in (["plot", "--key", "eval/reward/mean", "--x", "tokens", "--output", "compare.svg"], ["report"]):
         subprocess.run([sys.executable, "-m", "cohort", command[0], *runs, *command[1:]], check=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import subprocess
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -61,3 +62,30 @@ def test_a_run_that_fails_is_named_with_its_error(compare, tmp_path):
         SystemExit, match=r"runs/grpo-0 failed: cohort: error: .*learning_rat.* \(see runs/grpo-0.log\)"
     ):
         compare.main(["--jobs", "1", "--optim.learning_rat", "1"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_after_ctrl_c_or_an_error_no_further_run_begins(compare, monkeypatch, error):
+    begun, jobs = [], []
+
+    def train(*run):
+        begun.append(run)
+        deadline = time.monotonic() + 5
+        while not all(job.cancelled() for job in jobs[1:]) or not jobs:  # the run in progress ends after that
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def interrupted(submitted):
+        jobs.extend(submitted)
+        while not begun:
+            time.sleep(0.001)
+        raise error
+
+    monkeypatch.setattr(compare, "train", train)
+    monkeypatch.setattr(compare, "as_completed", interrupted)
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        compare.main(["--jobs", "1"])
+    assert len(begun) == 1
+    assert jobs[0].exception() is None
+    assert jobs[1].cancelled()
+    assert compare.commands == []
