@@ -21,6 +21,7 @@ from cohort.objective import try_user_functions
 from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.policy.device import use_deterministic_algorithms
+from cohort.policy.vision import placeholder_ids
 from cohort.report.console.describe import announce, describe_run
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import best_lines, evaluation_line
@@ -144,9 +145,8 @@ class GRPOTrainer:
         self._model_config = read_config(model, trust_remote_code=config.model.trust_remote_code)
         if config.data.chat_template is not None:
             self.tokenizer.chat_template = config.data.chat_template  # checkpoints are saved with it
-        self._limit = LengthLimit.of(
-            config.data, context_length(self._model_config), config.rollout.max_completion_length
-        )
+        context = context_length(self._model_config)
+        self._limit = LengthLimit.of(config.data, context, config.rollout.max_completion_length)
         if self.acting:
             ends = end_token_ids(model, self.tokenizer, trust_remote_code=config.model.trust_remote_code)
             self._turn_format = self.acting.turn_format(self.tokenizer, ends, config.data.chat_template_kwargs)
@@ -390,11 +390,11 @@ class GRPOTrainer:
         """Render the rows to prompts, and try the reward functions on the first two."""
         tools = self.acting.schemas_of if self.acting else None
         prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit, tools=tools)
+        prompts.refuse_tokens(placeholder_ids(self._model_config))
         self.rewards.dry_run(prompts[:2], episodes=self.acting is not None)
         return prompts
 
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:
         """The evaluator of some sets; tries the reward functions on two rows of each."""
-        return Evaluator.of(
-            self.args, sets, self.rewards, self.tokenizer, context_length(self._model_config), self.acting
-        )
+        context = context_length(self._model_config)
+        return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, context, self.acting)

@@ -25,6 +25,14 @@ def test_text_prompts():
     assert (prompt.columns, prompt.is_conversation, prompt.source) == (ROWS[1], False, "")
 
 
+def test_tokens_that_stand_for_images_are_refused():
+    prompts = PromptSet(ROWS, TOKENIZER, DataConfig(prompt_column="question"))
+    (five,) = set(prompts.prompt(1, uid=0).token_ids[-1:])
+    prompts.refuse_tokens([max(prompts.prompt(1, uid=0).token_ids) + 1])
+    with pytest.raises(DataError, match=f"the prompt of .*row 1 holds token {five}, which stands for an image"):
+        prompts.refuse_tokens([five])
+
+
 def test_conversations():
     config = DataConfig(prompt_template="{question}=", format="chat", system_prompt="add")
     prompt = PromptSet(ROWS, TOKENIZER, config).prompt(0, uid=0)

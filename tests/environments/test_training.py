@@ -365,4 +365,4 @@ def test_cohort_eval_asks_for_an_environment_that_was_passed_in_python(tmp_path,
     assert "environment_reward" in capsys.readouterr().out
     (tmp_path / "run" / "checkpoints" / "step-1" / "state" / "loop.pt").write_bytes(b"pickled")
     assert main([*command, "--reward", "environment_reward"]) == 2
-    assert "To evaluate it, give --config" in capsys.readouterr().err.replace("\n", " ")
+    assert "give --config to evaluate without them" in capsys.readouterr().err.replace("\n", " ")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cohort.policy import Policy, enable_checkpointing, head
+from cohort.policy import Policy, enable_checkpointing, passes
 from tests.conftest import tiny_llama
 from tests.policy.plain import (
     COMPLETIONS,
@@ -92,7 +92,7 @@ def test_prompts_go_through_the_model_once(monkeypatch):
     """The embedding sees each prompt's tokens once, whatever the number of its completions."""
     policy = Policy(tiny_llama(), SINGLE)
     assert policy.passes.shared
-    monkeypatch.setattr(head, "LIKE_SHAPES", 1)
+    monkeypatch.setattr(passes, "in_like_shapes", lambda rows: rows)  # without padding
     seen = []
     policy.model.get_input_embeddings().register_forward_hook(lambda _m, inputs, _out: seen.append(inputs[0].numel()))
     policy.logps(PROMPTS, COMPLETIONS, 1.0)

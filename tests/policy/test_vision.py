@@ -5,11 +5,15 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from cohort.config import LoraConfig, ModelConfig
+from cohort.errors import DataError
 from cohort.policy import Policy, load_policy, reads_images
 from cohort.policy.lean import LeanLayers
+from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.checks import describe_policy
+from cohort.rollout.engine import Request
 from tests.policy.plain import SINGLE, assert_plain
 from tests.rollout.test_families import ATTENTION
+from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
 # peft asks transformers for something by its old name; pytest makes warnings errors.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -30,10 +34,18 @@ MODELS = {  # settings of the language model, of what reads images, and of the w
         {"mm_tokens_per_image": 4, "image_token_index": 36, "boi_token_index": 36, "eoi_token_index": 36},
     ),
 }
+GEMMA4 = (
+    ATTENTION | {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 37, "global_head_dim": 16}
+    | {"num_kv_shared_layers": 0},
+    {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
+    | {"patch_size": 4},
+    {"image_token_id": 7, "video_token_id": 8, "audio_token_id": 9},
+)  # fmt: skip
 
 
 def made(kind):
-    text, vision, whole = MODELS[kind]
+    text, vision, whole = GEMMA4 if kind == "gemma4" else MODELS[kind]
     cls = CONFIG_MAPPING[kind]
     torch.manual_seed(0)
     parts = {"text_config": text, "vision_config": vision}
@@ -79,3 +91,19 @@ def test_a_model_in_memory_is_as_one_from_a_folder():
     model = made("gemma3")
     policy = Policy(model, SINGLE)
     assert "on text alone" in describe_policy(policy)
+
+
+def test_tokens_that_stand_for_images_are_text_when_they_are_drawn():
+    """Gemma 4 as a whole embeds padding in their place."""
+    policy = Policy(made("gemma4"), SINGLE)
+    assert policy.passes.shared, policy.passes.description
+    engine = LocalEngine(policy, LetterTokenizer(), (1,))
+    groups = engine.generate(prompts((5, 12, 20), (10,)), 8, Sampling(16), RNGKey(0, 0))
+    pairs = [(group.prompt.token_ids, completion) for group in groups for completion in group.completions]
+    assert any({7, 8, 9}.intersection(one.token_ids.tolist()[:-1]) for _, one in pairs)
+    with torch.no_grad():
+        logps_N = policy.logps([ids for ids, _ in pairs], [one.token_ids for _, one in pairs], 1.0).logps_N
+    sampled_N = torch.tensor([logp for _, completion in pairs for logp in completion.sampler_logps])
+    torch.testing.assert_close(sampled_N.float(), logps_N, rtol=0, atol=1e-4)  # float32, other shapes
+    with pytest.raises(DataError, match="holds token 8, which stands for an image"):
+        engine.submit([Request(prompts((5, 8))[0], 0, Sampling(4), RNGKey(0, 0))])

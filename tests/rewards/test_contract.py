@@ -255,6 +255,8 @@ def broken(**_):
         (broken, r"broken failed on 4 of 4 .*the first: raised KeyError: 'gold' \(test_contract.py, line \d+\)"),
         (lambda **_: [0, 1], "one reward per completion: 4, got 2"),
         (lambda **_: 1.0, "must return a list of numbers, got float"),
+        (lambda completion_ids: 1, "no parameter 'completion', so it is called once per rollout: add 'completion' to"),
+        (lambda completions: 1.0, "got float$"),
         (lambda **_: "abcd", "must return a list of numbers, got str"),
         (lambda **_: b"abcd", "must return a list of numbers, got bytes"),
         (lambda **_: dict.fromkeys(range(4)), "must return a list of numbers, got dict"),

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 
 import pytest
 
@@ -147,3 +148,20 @@ def test_a_bug_is_no_failure_of_the_disk(disk):
     writer.in_background(Write("checkpoint", 1, lambda: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         writer.settle()
+
+
+def test_its_thread_ends_before_it_is_closed(monkeypatch):
+    """Also the end of the thread, which frees what was written last: at the interpreter's exit that aborts it."""
+    work = Writer._work
+
+    def late(writer):
+        work(writer)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(Writer, "_work", late)
+    writer = Writer()
+    writer.in_background(Write("checkpoint", 1, lambda: None))
+    writer.settle()
+    writer.close()
+    assert writer._thread is not None
+    assert not writer._thread.is_alive()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
@@ -16,7 +16,7 @@ import numpy as np
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
 from cohort.data.render import Renderer, ToolsOf
-from cohort.data.rows import Row, plain
+from cohort.data.rows import Row, plain, rename
 from cohort.errors import DataError
 from cohort.types import Prompt
 
@@ -196,6 +196,13 @@ class PromptSet:
         columns = {column: row.get(column) for column in self.columns} | dict(row)
         return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
 
+    def original(self, index: int) -> Row:
+        """The columns of a prompt's row under their names in the source, before ``data.columns``."""
+        number, row_index = self._locate(index)
+        rows = self.data.sources[number].rows
+        row = dict.fromkeys(rows.columns) | dict(rows[row_index])
+        return rename(row, {new: old for old, new in rows.new_names.items()})
+
     @property
     def fingerprint(self) -> str:
         """Hash of the token ids of all prompts and the weights of the sources."""
@@ -235,6 +242,16 @@ class PromptSet:
         row_index = self.row_indices[index]
         number = int(np.searchsorted(self._bounds, row_index, side="right")) - 1
         return number, int(row_index - self._bounds[number])
+
+    def refuse_tokens(self, token_ids: Collection[int]) -> None:
+        """Raise ``DataError`` if a prompt holds one of the tokens, which stand for images and the like."""
+        for position in np.flatnonzero(np.isin(self._flat, list(token_ids))).tolist() if token_ids else ():
+            index = int(np.searchsorted(self._ends, position, side="right"))
+            if index < len(self) and self._starts[index] <= position:
+                raise DataError(
+                    f"{self.name}: the prompt of {self._row_name(index)} holds token {self._flat[position]}, which "
+                    "stands for an image, a video or sound: Cohort trains on text alone. Remove it from the prompt"
+                )
 
     def _row_name(self, index: int) -> str:
         number, row_index = self._locate(index)

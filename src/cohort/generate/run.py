@@ -16,7 +16,15 @@ from typing import IO
 from cohort.data import unknown_tokens
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ModelError, NonFiniteError
-from cohort.generate.request import Request, flags_in_errors, read_rows, render, with_prefix, within_context
+from cohort.generate.request import (
+    Request,
+    flags_in_errors,
+    note_on_template,
+    read_rows,
+    render,
+    with_prefix,
+    within_context,
+)
 from cohort.generate.show import InOrder, Meter, TextStream, headline, record, transcript, write_stdout
 from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
@@ -102,6 +110,8 @@ class Job:
         engine = self._engine()
         if self.request.run:
             self._log(f"{self.note or self.model}, with the settings of the run {self.request.run}")
+        if note := note_on_template(self.request):
+            self._log(note)
         self._log(self.describe(engine))
         meter = Meter(self.total, shown=not self.streams and not self.request.quiet)
         with _interruptible() as interrupted, _opened(self.request) as file, meter:

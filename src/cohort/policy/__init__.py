@@ -22,4 +22,4 @@ from cohort.policy.passes import Prefixes
 from cohort.policy.policy import Policy, load_policy
 from cohort.policy.router import ExpertBalance, expert_counts, experts_per_token
 from cohort.policy.rows import Distribution, PackedRows, penalized_where
-from cohort.policy.vision import reads_images
+from cohort.policy.vision import placeholder_ids, reads_images

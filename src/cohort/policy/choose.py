@@ -22,6 +22,7 @@ from cohort.policy.lean import LeanLayers
 from cohort.policy.parts import UnsupportedModel, need
 from cohort.policy.passes import Passes, PlainPasses, SharedPasses, base_of
 from cohort.policy.rows import PackedRows
+from cohort.policy.vision import placeholder_ids
 
 TRIAL_PROMPTS = (7, 1, 4)
 """Lengths of the prompts of a trial, in tokens."""
@@ -211,10 +212,12 @@ def token_source(model: ComputeModel) -> Callable[[int], list[int]]:
     generator = torch.Generator().manual_seed(0)
     # A head may be padded beyond the size of the embedding.
     known = min(model.vocab_size, getattr(model.model.get_input_embeddings(), "num_embeddings", model.vocab_size))
+    placeholders = placeholder_ids(model.model.config)
+    text = next(token for token in range(known) if token not in placeholders)
 
     def draw(count: int) -> list[int]:
         ids: list[int] = torch.randint(known, (count,), generator=generator).tolist()
-        return ids
+        return [text if token in placeholders else token for token in ids]
 
     return draw
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cohort.config import ModelConfig
 from cohort.errors import ModelError
+from cohort.parallel.full import call_gathered
 from cohort.policy.adapters import (
     REFERENCE,
     TRAINED,
@@ -29,10 +30,10 @@ from cohort.policy.finite import check_finite_weights
 from cohort.policy.float32_head import use_float32_head
 from cohort.policy.head import CompletionStates, TokenLogps
 from cohort.policy.load import load_model, resolve_device, resolve_precision
-from cohort.policy.passes import Passes, Prefixes
+from cohort.policy.passes import Passes, Prefixes, base_of
 from cohort.policy.router import experts_per_token
 from cohort.policy.rows import Distribution, PackedRows
-from cohort.policy.vision import freeze_the_rest
+from cohort.policy.vision import freeze_the_rest, reads_images
 from cohort.types import Support
 
 
@@ -47,6 +48,17 @@ class Policy(ComputeModel):
     def passes(self) -> Passes:
         """How the trainer runs the model, chosen by a trial on a few tokens at the first access."""
         return choose_passes(self)
+
+    def text_logits(self, input_ids: Tensor, *, keep: int, **arguments: Any) -> Any:
+        """As ``logits``, by what an update runs: of a model that also reads images the language model alone. The whole
+        model may put something else than their embeddings in the place of tokens that stand for images (Gemma 4)."""
+        if not reads_images(getattr(self.model, "config", None)) or self.passes.head.linear is None:
+            return self.logits(input_ids, keep=keep, **arguments)
+        run = functools.partial(base_of(self.model).get_decoder(), input_ids=input_ids, **arguments)
+        output: Any = call_gathered(self.model, run)
+        hidden = output.last_hidden_state[:, -keep:]
+        output.logits = self.passes.head.logits(hidden.flatten(0, 1), multiple=1).unflatten(0, hidden.shape[:2])
+        return output
 
     def states(
         self, prefixes: Prefixes, rows: PackedRows, temperature: float, repetition_penalty: float = 1.0

@@ -16,6 +16,19 @@ def reads_images(config: Any) -> bool:
     )
 
 
+PLACEHOLDERS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
+"""Names in a config of the ids of tokens that stand for an image, a video or sound."""
+
+
+def placeholder_ids(config: Any) -> frozenset[int]:
+    """The ids of tokens that stand for what is not text, in whose place some models put something else than the token's
+    embedding even without an image (Gemma 4). None for models of text alone."""
+    if not reads_images(config):
+        return frozenset()
+    found = (getattr(config, name, None) for name in PLACEHOLDERS)
+    return frozenset(one for one in found if isinstance(one, int) and one >= 0)
+
+
 def auto_class(config: Any) -> Any:
     """The class of transformers that loads all of a model, so that what is saved loads wherever the model came from.
     ``AutoModelForCausalLM`` knows few of the models that read images, and loads the language model alone of some."""

@@ -10,13 +10,16 @@ from cohort.policy import Policy, reads_images
 from cohort.rollout.engine import Request
 
 
-def check_requests(requests: Sequence[Request], vocabulary: int, context: int | None) -> None:
+def check_requests(
+    requests: Sequence[Request], vocabulary: int, context: int | None, refused: Collection[int] = ()
+) -> None:
     """Check the prompts and lengths of requests.
 
     Args:
         requests: what was submitted.
         vocabulary: tokens of the model.
         context: maximum number of tokens of prompt and completion together; None: no limit.
+        refused: ids of tokens that stand for images, from ``placeholder_ids``.
 
     Raises:
         DataError, ConfigError: see ``Engine.submit``.
@@ -31,6 +34,11 @@ def check_requests(requests: Sequence[Request], vocabulary: int, context: int | 
                 f"prompt {prompt.uid} ({prompt.text[:60]!r}) has token ids from {min(prompt.token_ids)} to "
                 f"{max(prompt.token_ids)}, and the model has {vocabulary} tokens: were tokens added to the "
                 "tokenizer without resizing the model's embeddings?"
+            )
+        if found := set(refused).intersection(prompt.token_ids):
+            raise DataError(
+                f"prompt {prompt.uid} ({prompt.text[:60]!r}) holds token {min(found)}, which stands for an image, a "
+                "video or sound: Cohort trains on text alone. Remove it from the prompt"
             )
         if sampling.forced_ids and max(sampling.forced_ids) >= vocabulary:
             raise ConfigError(f"forced_ids holds {max(sampling.forced_ids)}, and the model has {vocabulary} tokens")

@@ -45,7 +45,7 @@ def cache_kind(policy: Policy) -> CacheKind | None:
     if "past_key_values" not in policy.forward_arguments:
         return None
     with policy.compute():
-        output = policy.logits(torch.zeros(1, 2, dtype=torch.long, device=policy.device), keep=1, use_cache=True)
+        output = policy.text_logits(torch.zeros(1, 2, dtype=torch.long, device=policy.device), keep=1, use_cache=True)
     layers = getattr(getattr(output, "past_key_values", None), "layers", None)
     if not layers:
         return None
@@ -115,7 +115,7 @@ class _CachedBackend(Backend):
 
     def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         with self.policy.compute(), limited_time_steps(self.policy.model):
-            return self.policy.logits(
+            return self.policy.text_logits(
                 input_ids,
                 keep=1,
                 attention_mask=mask,
@@ -379,7 +379,7 @@ class RecomputeBackend(Backend):
         device = self.policy.device
         input_ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
         with self.policy.compute():
-            output = self.policy.logits(input_ids, keep=longest - shortest + 1, use_cache=False)
+            output = self.policy.text_logits(input_ids, keep=longest - shortest + 1, use_cache=False)
         last = torch.tensor([len(text) - shortest for text in texts], device=device)
         logits: Tensor = output.logits[torch.arange(len(texts), device=device), last]
         return logits.to(self.policy.precision.master)

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 from cohort.errors import ConfigError, ModelError
-from cohort.policy import Policy, context_length
+from cohort.policy import Policy, context_length, placeholder_ids
 from cohort.policy.device import out_of_memory, release_memory
 from cohort.rollout.backend import Backend
 from cohort.rollout.budget import plan
@@ -93,7 +93,8 @@ class LocalEngine(Engine):
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """See ``Engine``. Requests that do not fit the memory that a running stream has allocated wait for its end."""
-        check_requests(requests, self.policy.vocab_size, context_length(self.policy.model.config))
+        config = self.policy.model.config
+        check_requests(requests, self.policy.vocab_size, context_length(config), placeholder_ids(config))
         if self._tokens_read_again is None and any(request.continues for request in requests):
             self._tokens_read_again = 0
         grammars = {sampling: self.grammar(sampling) for sampling in {request.sampling for request in requests}}

@@ -50,6 +50,7 @@ class Writer:
         self._missed: dict[str, int] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._works = False
         self._closing = False
         self._failed_since: float | None = None
         self._reason = ""
@@ -157,7 +158,7 @@ class Writer:
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
-            thread.join()
+            thread.join()  # also of what it wrote last: see StepDisplay.__exit__
         with self._changed:
             self._closing = False
             if self._waiting:
@@ -171,7 +172,8 @@ class Writer:
                 self._waiting.remove(tables[0])
                 self._dropped.append(tables.pop(0))
             self._warn()
-            if self._thread is None:
+            if not self._works:
+                self._works = True
                 self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -188,7 +190,7 @@ class Writer:
                     failed.add(write.kind)
             with self._changed:
                 if not self._waiting or last:
-                    self._thread = None
+                    self._works = False
                     self._changed.notify_all()
                     return
                 if failed and not self._closing:

@@ -144,6 +144,8 @@ class Ahead:
         try:
             with interruptible():
                 self._ended.wait()
+            if self._thread is not None and not self._is_left:
+                self._thread.join()  # see StepDisplay.__exit__
         except CancelledError:
             self._leave()
         return self._error is None

@@ -1,6 +1,7 @@
 """The line of a step, the reasons for a missing gradient, and output without a terminal."""
 
 import re
+import threading
 import time
 
 import pytest
@@ -62,6 +63,20 @@ def test_a_long_step_without_a_terminal_is_not_silent(capsys, monkeypatch):
             time.sleep(0.05)
             printed += capsys.readouterr().out
     assert printed.startswith("step 1: sampling, 3 of 8 completions\n")
+
+
+def test_its_thread_ends_with_it(monkeypatch):
+    """A thread that ends later frees the run's tensors while the interpreter ends: the process is aborted."""
+    work = StepDisplay._break_silence
+
+    def late(display):
+        work(display)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(StepDisplay, "_break_silence", late)
+    with StepDisplay(9):
+        assert "cohort-display" in {thread.name for thread in threading.enumerate()}
+    assert "cohort-display" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_warning_about_missing_gradients_is_printed_once(capsys):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from cohort.report.console.lines import step_line
-from cohort.report.console.live import Live, is_live_terminal
+from cohort.report.console.live import JOIN_SECONDS, Live, is_live_terminal
 from cohort.report.console.progress import RunProgress
 from cohort.report.console.state import RunState
 from cohort.report.console.tail import Tail, read_starts
@@ -62,6 +62,7 @@ class StepDisplay:
             self._state.progress.starts = read_starts(folder)[0]
             self._catch_up()
         self._live: Live | None = None
+        self._thread: threading.Thread | None = None
         self._hook = sys.breakpointhook
         self._doing = partial(_doing, threading.get_ident(), self._state.progress, stopping)
         self._line_at, self._said_at, self._ended = 0.0, time.monotonic(), threading.Event()
@@ -81,11 +82,16 @@ class StepDisplay:
             self._live.start()
             self._hook, sys.breakpointhook = sys.breakpointhook, self._on_breakpoint
         elif self._enabled:
-            threading.Thread(target=self._break_silence, name="cohort-display", daemon=True).start()
+            self._thread = threading.Thread(target=self._break_silence, name="cohort-display", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        if self._thread:
+            # A thread that outlived the run would hold the last reference to its model and, at the interpreter's exit,
+            # free tensors without a GIL to come back to, which aborts the process.
+            self._thread.join(JOIN_SECONDS)
         if live := self._live:
             self._live = None
             sys.breakpointhook = self._hook

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World, on_main
-from cohort.policy import Policy, context_length, named_weights
+from cohort.policy import Policy, context_length, named_weights, placeholder_ids
 from cohort.rollout.checks import check_finished, check_requests, describe_end_tokens, describe_policy
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, TokenEvent, Watch
 from cohort.rollout.stops import StopStrings
@@ -119,7 +119,7 @@ class VLLMEngine(Engine):
         what the servers cannot do."""
         if self._version is None:
             raise ConfigError("no weights were sent to the vLLM servers yet: call update_weights() first")
-        check_requests(requests, self.policy.vocab_size, self.context)
+        check_requests(requests, self.policy.vocab_size, self.context, placeholder_ids(self.policy.model.config))
         for sampling in {request.sampling for request in requests}:
             if sampling.constrained or sampling.repetition_penalty != 1:
                 raise ConfigError("VLLMEngine samples under no grammar and no repetition penalty: use LocalEngine")
