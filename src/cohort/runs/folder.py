@@ -181,14 +181,13 @@ class RunFolder:
         if not self.path.exists():
             raise RunFolderError(f"there is no run folder {self.path} to resume")
         if not self.is_run:
-            if settings := only_settings(self.path):
-                raise RunFolderError(settings)
             hint, above = "", self.path.parent.parent
             if (above / "config.toml").exists():
                 hint = f" Its run is {above}."
             elif any((self.path / name).exists() for name in ("config.json", "adapter_config.json")):
                 hint = " It holds a model: to train it, set model.path to it, and run.output_dir to another folder."
-            raise RunFolderError(f"{self.path} is not a run folder: it has no config.toml.{hint}")
+            no_settings = f"{self.path} is not a run folder: it has no config.toml.{hint}"
+            raise RunFolderError(only_settings(self.path) or no_settings)
 
     def _facts_known(self) -> bool:
         """Whether the run has stored the facts that stand for names in its settings."""
