@@ -274,7 +274,7 @@ def test_broken_functions_are_named(function, message):
         RewardRunner([function]).score(groups())
 
 
-def test_the_dry_run_finds_broken_functions():
+def test_the_dry_run_finds_broken_functions(caplog):
     def sometimes(completion, n):
         return math.nan if n == 1 else 1.0
 
@@ -293,6 +293,9 @@ def test_the_dry_run_finds_broken_functions():
     }.items():
         with pytest.raises(RewardError, match=message):
             RewardRunner([function]).dry_run(rows)
+    RewardRunner([lambda completion: None, strip]).dry_run(rows)
+    (record,) = caplog.records
+    assert "<lambda> returned None for each of the 2 rows that were tried" in record.getMessage()
     RewardRunner([strip]).dry_run(rows)  # per sample, a completion is text in conversations too
 
 

@@ -293,6 +293,11 @@ def _text_of(value: Any) -> str:
     return text or type(value).__name__
 
 
+def unknown_tokens(prompts: Sequence[Prompt], tokenizer: Any) -> int:
+    """How many tokens of the prompts are the unknown token: text that the tokenizer cannot express."""
+    return sum(one.token_ids.count(tokenizer.unk_token_id) for one in prompts)
+
+
 def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:
     """Minimum, median, 99th percentile and maximum. A percentile is the smallest length that at least so large a share
     of the lengths does not exceed.

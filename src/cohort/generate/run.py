@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from cohort.data import unknown_tokens
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ModelError, NonFiniteError
 from cohort.generate.request import (
@@ -100,6 +101,12 @@ class Job:
         """
         if getattr(self.tokenizer, "chat_template", None) and not all(one.is_conversation for one in self.prompts):
             self._log("hint: the model has a chat template; --chat applies it to plain prompts")
+        if unknown := unknown_tokens(self.prompts, self.tokenizer):
+            tokens = sum(len(one.token_ids) for one in self.prompts)
+            self._log(
+                f"warning: {unknown} of {tokens} tokens of the prompts are the unknown token: the model's tokenizer "
+                "has no other for this text, and the model cannot read it"
+            )
         engine = self._engine()
         if self.request.run:
             self._log(f"{self.note or self.model}, with the settings of the run {self.request.run}")
