@@ -183,8 +183,8 @@ def _carry(
 
 
 def _decay_between(passed: Tensor, dtype: torch.dtype) -> Tensor:
-    """``exp(passed_i - passed_j)`` for i >= j, else 0: ``[..., C]`` to ``[..., C, C]``. Sums over a chunk are in float64:
-    in float32 the difference of two large ones would have few digits left."""
+    """``exp(passed_i - passed_j)`` for i >= j, else 0: ``[..., C]`` to ``[..., C, C]``. Sums over a chunk are in
+    float64: in float32 the difference of two large ones would have few digits left."""
     size = passed.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=passed.device).triu(1)
     return (passed[..., :, None] - passed[..., None, :]).to(dtype).masked_fill(later, -torch.inf).exp()
