@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from cohort.config import ModelConfig
+from cohort.errors import ConfigError
 from cohort.policy import Policy, Precision, load_policy
-from cohort.rollout import LocalEngine
+from cohort.rollout import LocalEngine, budget
 from cohort.rollout.budget import plan
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.cast import CastWeights
@@ -21,11 +22,23 @@ def test_states_count_against_the_memory():
     backend = LocalEngine(Policy(small_model("qwen3_5_text"), FLOAT32), LetterTokenizer(), (1,)).backend
     assert isinstance(backend, SharedBackend)
     assert backend.token_bytes == 4 * 32
-    assert backend.row_tokens == -(-4 * (256 + 192) // (4 * 32))
+    assert backend.row_bytes == 4 * (256 + 192)
     sizes = {"max_rows": 100, "token_bytes": 1, "token_multiple": 1, "device": torch.device("cpu")}
-    capacity = plan([10] * 4, 16, 10, 6, max_tokens=200, **sizes, row_tokens=20)
+    capacity = plan([10] * 4, 16, 10, 6, max_tokens=200, **sizes, row_bytes=20)
     assert (capacity.rows, capacity.prompts) == (4, 2)  # 4 (6 + 20) + 2 (10 + 20) = 164; a fifth row adds 2 prompts
     assert plan([10] * 4, 16, 10, 6, max_tokens=200, **sizes).rows == 16
+
+
+def test_states_without_keys_and_values_count_against_the_free_memory(monkeypatch):
+    """Of a model like Mamba 2. 36 rows and 18 prompts, twice the groups of 4 that fit them, take 54,000 of the 56,000
+    bytes; a row more would add 2 prompts."""
+    monkeypatch.setattr(budget, "free_bytes", lambda _: 112_000)
+    sizes = {"max_rows": 100, "token_bytes": 0, "token_multiple": 1, "device": torch.device("cpu"), "row_bytes": 1000}
+    for max_tokens in (None, 10_000):
+        capacity = plan([10] * 20, 80, 10, 6, max_tokens=max_tokens, **sizes)
+        assert (capacity.rows, capacity.prompts) == (36, 18)
+    with pytest.raises(ConfigError, match="states of 2000000 bytes, and 50% of the free memory holds 56000"):
+        plan([10] * 20, 80, 10, 6, max_tokens=None, **sizes | {"row_bytes": 1_000_000})
 
 
 def test_weights_are_cast_once_and_given_back():

@@ -220,7 +220,7 @@ def memory_of(run: Run) -> Memory:
 
 
 def _cache_bytes(run: Run, free: int | None) -> int:
-    """Keys and values of a full rollout, as ``rollout.budget.plan`` allocates them; 0 if others sample."""
+    """Keys, values and states of a full rollout, as ``rollout.budget.plan`` allocates them; 0 if others sample."""
     rollout, engine = run.config.rollout, run.parts.engine
     if not isinstance(engine, LocalEngine):
         return 0
@@ -229,8 +229,10 @@ def _cache_bytes(run: Run, free: int | None) -> int:
     count = min(rollout.prompts_per_step, 2 * ceil(rows / rollout.num_generations))
     sizes = run.parts.prompts.prompts.longest, rollout.max_completion_length
     wanted = Capacity(rows, count, *(round_up(tokens, multiple) for tokens in sizes)).cells * each
-    most = rollout.cache_tokens * each if rollout.cache_tokens else int((free or wanted / FREE_SHARE) * FREE_SHARE)
-    return min(wanted, most)
+    wanted += (rows + count) * engine.backend.row_bytes
+    if each and rollout.cache_tokens:
+        return min(wanted, rollout.cache_tokens * each)
+    return min(wanted, int((free or wanted / FREE_SHARE) * FREE_SHARE))
 
 
 def folder(run: Run) -> list[Finding]:

@@ -39,6 +39,8 @@ class LayerPass:
         self._mixing = mixing
         self._layer = layer
         self._convolutions = 0
+        self.recurs = False
+        """Whether its recurrence was computed."""
 
     @property
     def tokens(self) -> int:
@@ -52,6 +54,7 @@ class LayerPass:
 
     def recur(self, recurrence: Recurrence, *values: Tensor, zeros: Tensor) -> Tensor:
         """See ``Mixing``."""
+        self.recurs = True
         return self._mixing.recur((self._layer, "recurrence"), recurrence, values, zeros)
 
 
@@ -92,6 +95,7 @@ def _either(packed: Callable[..., Any], original: Callable[..., Any]) -> Callabl
 def in_passes(mixers: list[Any]) -> Iterator[None]:
     """Hand recurrent layers the pass that their model is given, inside the block."""
     hooks = [mixer.register_forward_pre_hook(_begin, with_kwargs=True) for mixer in mixers]
+    hooks += [mixer.register_forward_hook(_end, with_kwargs=True) for mixer in mixers if _has_decay(mixer)]
     try:
         yield
     finally:
@@ -104,6 +108,15 @@ def _begin(mixer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[t
     if isinstance(named[ARGUMENT], LayerPass):  # in the forward pass of a checkpointed layer, blocks are nested
         return given, named
     return given, named | {ARGUMENT: LayerPass(named[ARGUMENT], mixer.layer_idx)}
+
+
+def _has_decay(mixer: Any) -> bool:
+    """Whether a layer has a recurrence, and not a convolution alone: its decay has this name in every architecture."""
+    return any(name.endswith("A_log") for name, _ in mixer.named_parameters())
+
+
+def _end(_mixer: Any, _given: tuple[Any, ...], named: dict[str, Any], _output: Any) -> None:
+    need(named[ARGUMENT].recurs, "its recurrent layers have a recurrence of their own")
 
 
 def _wide(*parts: Tensor) -> list[Tensor]:

@@ -41,8 +41,8 @@ class Backend:
         return 0
 
     @property
-    def row_tokens(self) -> int:
-        """Memory of a row or prompt that does not grow with its tokens, in tokens of ``token_bytes``."""
+    def row_bytes(self) -> int:
+        """Memory of a row or prompt that does not grow with its tokens."""
         return 0
 
     def begin(self, capacity: Capacity) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -56,7 +56,7 @@ def plan(
     token_bytes: int,
     token_multiple: int,
     device: torch.device,
-    row_tokens: int = 0,
+    row_bytes: int = 0,
 ) -> Capacity:
     """The most rows that fit, with room for the prompts that they follow.
 
@@ -70,38 +70,52 @@ def plan(
         token_bytes: memory of the keys and values of one token; 0 if none are kept.
         token_multiple: lengths are rounded up to a multiple of this in memory.
         device: where keys and values are kept.
-        row_tokens: memory of a row or prompt that does not grow, in tokens.
+        row_bytes: memory of a row or prompt that does not grow. Counts against ``max_tokens`` as the keys and values
+            that fit into it; if none are kept, against the memory that is free now.
 
     Raises:
         ConfigError: not even one completion fits.
     """
-    free = free_bytes(device) if max_tokens is None and token_bytes else None
-    limit = max_tokens if free is None else int(free * FREE_SHARE) // token_bytes
     longest, length = (round_up(tokens, token_multiple) for tokens in (prefix_length, completion_length))
     per_prompt = max(1, trajectories // len(prompt_lengths))
 
-    def needed(capacity: Capacity) -> int:
+    def tokens(capacity: Capacity) -> int:
+        row_tokens = math.ceil(row_bytes / token_bytes) if token_bytes else 0
         return capacity.cells + (capacity.rows + capacity.prompts) * row_tokens
+
+    def size(capacity: Capacity) -> int:
+        return capacity.cells * token_bytes + (capacity.rows + capacity.prompts) * row_bytes
+
+    limits: list[tuple[Callable[[Capacity], int], int, str]] = []
+    if max_tokens is not None:
+        limits.append((tokens, max_tokens, "keys and values of {} tokens, and rollout.cache_tokens is {}"))
+    free = free_bytes(device) if size(Capacity(1, 1, 1, 1)) and not (max_tokens and token_bytes) else None
+    if free is not None:
+        what = f"keys, values and states of {{}} bytes, and {FREE_SHARE:.0%} of the free memory holds {{}}"
+        limits.append((size, int(free * FREE_SHARE), what))
 
     def capacity(rows: int) -> Capacity:
         # Twice the groups that fit the rows: some completions of a group outlast the rest of it.
         prompts = min(len(prompt_lengths), 2 * math.ceil(rows / per_prompt))
         return Capacity(rows, prompts, longest, length)
 
-    fitting = min(max_rows, trajectories)
-    if limit is None or needed(capacity(fitting)) <= limit:
-        return capacity(fitting)
-    low, high = 1, fitting  # what is needed grows with rows
+    def fits(capacity: Capacity) -> bool:
+        return all(needed(capacity) <= limit for needed, limit, _ in limits)
+
+    low, high = 1, min(max_rows, trajectories)  # what is needed grows with rows
+    if fits(capacity(high)):
+        return capacity(high)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if needed(capacity(middle)) <= limit else (low, middle - 1)
-    if needed(capacity(low)) <= limit:
+        low, high = (middle, high) if fits(capacity(middle)) else (low, middle - 1)
+    if fits(capacity(low)):
         return capacity(low)
-    if needed(tight := Capacity(1, 1, longest, length)) > limit:
-        source = "rollout.cache_tokens is" if max_tokens is not None else f"{FREE_SHARE:.0%} of the free memory holds"
-        raise ConfigError(
-            f"one completion of {completion_length} tokens after a prompt of {max(prompt_lengths)} needs keys and "
-            f"values of {needed(tight)} tokens, and {source} {limit}: raise rollout.cache_tokens, or lower "
-            "rollout.max_completion_length"
-        )
+    tight = Capacity(1, 1, longest, length)
+    for needed, limit, what in limits:
+        if needed(tight) > limit:
+            raise ConfigError(
+                f"one completion of {completion_length} tokens after a prompt of {max(prompt_lengths)} needs "
+                f"{what.format(needed(tight), limit)}: raise rollout.cache_tokens, or lower "
+                "rollout.max_completion_length"
+            )
     return tight

@@ -283,7 +283,7 @@ class LocalEngine(Engine):
             max_tokens=self.cache_tokens,
             token_bytes=self.backend.token_bytes,
             token_multiple=self.backend.token_multiple,
-            row_tokens=self.backend.row_tokens,
+            row_bytes=self.backend.row_bytes,
             device=self.policy.device,
         )
         self._rows = capacity.rows

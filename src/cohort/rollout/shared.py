@@ -82,9 +82,9 @@ class SharedBackend(Backend):
         return len(self._layers) * 2 * self._heads * self._width * self.policy.precision.compute.itemsize
 
     @property
-    def row_tokens(self) -> int:
+    def row_bytes(self) -> int:
         """See ``Backend``."""
-        return -(-self._state_bytes // self.token_bytes) if self.token_bytes else 0
+        return self._state_bytes
 
     @property
     def cache(self) -> GroupCache:
