@@ -156,6 +156,12 @@ def test_recurrent_families(name, monkeypatch):
         assert_near(gradients(recomputed, weighted(recomputed)), expected, 1e-12)  # the same operations
 
 
+def test_a_recurrence_that_is_not_replaced_is_named():
+    """Its convolution is."""
+    policy = Policy(small_model("kimi_linear"), SINGLE)
+    assert "custom attention: its recurrent layers have a recurrence of their own" in policy.passes.description
+
+
 @pytest.mark.parametrize("name", telling(PACKED_EXPERTS, "qwen3_moe", "gpt_oss", "deepseek_v3"))
 def test_experts_with_custom_attention(name):
     """In float32: transformers' product of the experts takes no float64. Each token has its own experts, so packing

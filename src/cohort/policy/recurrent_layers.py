@@ -95,7 +95,7 @@ def _either(packed: Callable[..., Any], original: Callable[..., Any]) -> Callabl
 def in_passes(mixers: list[Any]) -> Iterator[None]:
     """Hand recurrent layers the pass that their model is given, inside the block."""
     hooks = [mixer.register_forward_pre_hook(_begin, with_kwargs=True) for mixer in mixers]
-    hooks += [mixer.register_forward_hook(_end, with_kwargs=True) for mixer in mixers if _has_decay(mixer)]
+    hooks += [mixer.register_forward_hook(_end, with_kwargs=True) for mixer in mixers]
     try:
         yield
     finally:
@@ -115,8 +115,8 @@ def _has_decay(mixer: Any) -> bool:
     return any(name.endswith("A_log") for name, _ in mixer.named_parameters())
 
 
-def _end(_mixer: Any, _given: tuple[Any, ...], named: dict[str, Any], _output: Any) -> None:
-    need(named[ARGUMENT].recurs, "its recurrent layers have a recurrence of their own")
+def _end(mixer: Any, _given: tuple[Any, ...], named: dict[str, Any], _output: Any) -> None:
+    need(named[ARGUMENT].recurs or not _has_decay(mixer), "its recurrent layers have a recurrence of their own")
 
 
 def _wide(*parts: Tensor) -> list[Tensor]:
