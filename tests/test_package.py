@@ -2,6 +2,8 @@
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -17,7 +19,11 @@ PAGES = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in 
 
 
 def files(name):
-    """The files under a folder of the repository, as paths from its root."""
+    """The files under a folder of the repository, as paths from its root; without what git ignores, where git is."""
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", name]
+        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+        return {path for path in listed if path and (ROOT / path).is_file()}
     paths = (path.relative_to(ROOT) for path in (ROOT / name).rglob("*") if path.is_file())
     return {path.as_posix() for path in paths if not CACHES & set(path.parts)}
 

@@ -1,6 +1,7 @@
 """What the package brings along: recipes, two models, a data set."""
 
 import json
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from cohort.data.source import read_source
 from cohort.demo.task import problems
 from cohort.errors import ConfigError, DataError, ModelError
 from cohort.policy import load_tokenizer, read_config
+from cohort.rewards.names import BUILTIN_REWARDS
 from tests.conftest import ROOT
 
 
@@ -36,6 +38,39 @@ def test_every_recipe_is_valid_and_says_what_it_is():
         assert (shipped.folder("docs") / "recipes" / f"{recipe.name}.md").exists()
         assert (ROOT / "tests" / "recipes" / f"test_{recipe.name}.py").exists()
         assert len([file for file in recipe.folder.iterdir() if file.suffix == ".py"]) <= 1
+
+
+def extras_of(recipe):
+    """The extras that the settings and the files of a recipe need."""
+    config = load_config(recipe.folder / "config.toml")
+    code = "".join(file.read_text() for file in recipe.folder.glob("*.py"))
+    rewards = [BUILTIN_REWARDS.get(name.partition("(")[0]) for name in config.reward.functions]
+    needs = {
+        "lora": config.model.lora.rank > 0,
+        "quantized": config.model.quantization != "none",
+        "grammar": config.rollout.json_schema is not None or config.rollout.regex is not None,
+        "mcp": any(tool.startswith("mcp:") for tool in config.environment.tools),
+        "reasoning-gym": "reasoning_gym" in config.model_dump_json(),
+        "trl": "cohort.trl" in code,
+        "plot": '"plot"' in code,
+    }
+    extras = {name for name, needed in needs.items() if needed} | set(config.report.trackers)
+    return extras | {reward.extra for reward in rewards if reward and reward.package}
+
+
+def test_the_head_of_a_recipe_installs_the_extras_that_it_needs():
+    named = {}
+    for recipe in shipped.recipes().values():
+        found = re.findall(r"pip install 'cohort-rl\[([\w,-]+)\]'", "\n".join(recipe.commands))
+        named[recipe.name] = {extra for one in found for extra in one.split(",")}
+        assert extras_of(recipe) <= named[recipe.name], recipe.name
+    assert {name for name, extras in named.items() if extras} >= {
+        "lora_24gb",
+        "ship",
+        "trackers",
+        "thinking",
+        "compare",
+    }
 
 
 def test_a_recipe_without_its_head_is_named(monkeypatch, tmp_path):

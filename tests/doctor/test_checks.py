@@ -191,6 +191,12 @@ ILL = [
     ("signal", "warn", "67% of groups (2 of 3) have equal", lambda: check_signal([DEAD, HALF, DEAD], 1.0)),
     ("signal", "warn", "will use most of its 10 rounds", lambda: check_signal([DEAD], 1.0, rounds=10)),
     ("signal", "fail", "all completions have equal", lambda: check_signal([[1.0], [1.0]], 1.0, group_relative=False)),
+    (
+        "signal",
+        "warn",
+        "it comes from brief, format: right is 0 for all 4 completions",
+        lambda: check_signal([HALF], 1.0, by_function={"right": [0] * 4, "brief": HALF, "format": [1] * 4}),
+    ),
     ("signal", "fail", "no completion was scored", lambda: check_signal([[NAN, NAN]], 1.0)),
     (
         "rewards",

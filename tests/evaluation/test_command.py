@@ -327,3 +327,16 @@ def test_without_a_length_completions_fill_what_the_context_leaves(rows, tmp_pat
     room = 256 - 11  # the model's context less the longest prompt
     assert f"0 to {room} tokens" in capsys.readouterr().err
     assert f"0 to {room} tokens" in json.loads((tmp_path / "out.json").read_text())["sampling"]
+
+
+def test_rows_with_pass_rates_are_read_with_the_settings_that_they_were_written_with(rows, tmp_path):
+    renamed = [{"q": row["question"], "gold": row["answer"], "rate": 0.5} for row in rows[:2]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in renamed))
+    columns = ("--data.columns", "{answer = 'gold', question = 'q', pass_rate = 'rate'}")
+    arguments = ("--reward", REWARD, "--n", "2", "--max-tokens", "4", *SETTINGS, *columns, "--quiet")
+    assert evaluate("--data", "rows.jsonl", *arguments, "--pass-rates", "rated.jsonl") == 0
+    rated = lines(tmp_path / "rated.jsonl")
+    assert rated == [row | {"rate": new["rate"]} for row, new in zip(renamed, rated, strict=True)]
+    assert {row["rate"] for row in rated} <= {0.0, 1.0}
+    assert evaluate("--data", "rated.jsonl", *arguments, "--pass-rates", "again.jsonl") == 0
+    assert lines(tmp_path / "again.jsonl") == rated

@@ -82,8 +82,9 @@ def measure(model_type: str, *, whole: bool = True) -> Measured:
         found.hold("gradient", lambda: error_of(gradients(policy, weighted_logps(policy)), expected))
         if whole:
             found.hold("cut", lambda: error_of(cut_gradients(policy), expected))
-            found.hold("checkpointed", lambda: error_of(checkpointed_gradients(model_type), expected))
-            found.hold("lora", lambda: lora_error(model_type))
+            update = policy.passes.description
+            found.hold("checkpointed", lambda: error_of(checkpointed_gradients(model_type, update), expected))
+            found.hold("lora", lambda: lora_error(model_type, update))
     return found
 
 
@@ -130,17 +131,23 @@ def cut_gradients(policy: Policy) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
 
 
-def checkpointed_gradients(model_type: str) -> dict[str, Tensor]:
-    """The gradient of a model whose activations are recomputed."""
+def check_update(policy: Policy, description: str) -> None:
+    """Check that a policy runs with the implementation that has a description, but for the reasons in it."""
+    assert policy.passes.description.partition(" (")[0] == description.partition(" (")[0], policy.passes.description
+
+
+def checkpointed_gradients(model_type: str, update: str) -> dict[str, Tensor]:
+    """The gradient of a model whose activations are recomputed. ``update`` describes how it runs without."""
     model = small_model(model_type).double()
     enable_checkpointing(model)
     policy = Policy(model, DOUBLE)
     with policy.training():
+        check_update(policy, update)
         return gradients(policy, weighted_logps(policy))
 
 
-def lora_error(model_type: str) -> float:
-    """The error of the gradient of adapters on all linear layers."""
+def lora_error(model_type: str, update: str) -> float:
+    """The error of the gradient of adapters on all linear layers. ``update`` describes how the model runs without."""
     settings = ModelConfig(precision="float64", lora=LoraConfig(rank=2, target_modules=("all-linear",)))
     model = small_model(model_type)
     policy = load_policy(model, settings, model.config)
@@ -149,5 +156,6 @@ def lora_error(model_type: str) -> float:
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
+    check_update(policy, update)
     expected = gradients(policy, (plain_logps(policy) * WEIGHTS).sum())
     return error_of(gradients(policy, weighted_logps(policy)), expected)

@@ -8,6 +8,7 @@ from transformers.models.llama import modeling_llama
 
 from cohort.policy import Policy, chunks
 from cohort.policy.choose import find_head
+from cohort.policy.compute import enable_checkpointing
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import PlainPasses, SharedPasses
@@ -140,13 +141,19 @@ def test_families_with_custom_attention(name):
 
 @pytest.mark.parametrize("name", telling(RECURRENT, "qwen3_5_text", "falcon_h1", "lfm2"))
 def test_recurrent_families(name, monkeypatch):
-    """With rows of several chunks."""
+    """With rows of several chunks; and with layers that are recomputed, whose forward pass nests contexts."""
     monkeypatch.setattr(chunks, "LONGEST_CHUNK", 4)
     policy = Policy(small_model(name).double(), DOUBLE)
     if OLDER and not shares(policy) and "does not hand arguments on" in policy.passes.description:
         pytest.skip("the installed transformers hands no arguments on to these layers")
     assert shares(policy), policy.passes.description
     assert_plain(policy)
+    expected = gradients(policy, weighted(policy))
+    enable_checkpointing(policy.model)
+    recomputed = Policy(policy.model, DOUBLE)
+    with recomputed.training():
+        assert shares(recomputed), recomputed.passes.description
+        assert_near(gradients(recomputed, weighted(recomputed)), expected, 1e-12)  # the same operations
 
 
 @pytest.mark.parametrize("name", telling(PACKED_EXPERTS, "qwen3_moe", "gpt_oss", "deepseek_v3"))

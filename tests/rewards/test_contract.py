@@ -255,6 +255,8 @@ def broken(**_):
         (broken, r"broken failed on 4 of 4 .*the first: raised KeyError: 'gold' \(test_contract.py, line \d+\)"),
         (lambda **_: [0, 1], "one reward per completion: 4, got 2"),
         (lambda **_: 1.0, "must return a list of numbers, got float"),
+        (lambda completion_ids: 1, "no parameter 'completion', so it is called once per rollout: add 'completion' to"),
+        (lambda completions: 1.0, "got float$"),
         (lambda **_: "abcd", "must return a list of numbers, got str"),
         (lambda **_: b"abcd", "must return a list of numbers, got bytes"),
         (lambda **_: dict.fromkeys(range(4)), "must return a list of numbers, got dict"),
@@ -272,7 +274,7 @@ def test_broken_functions_are_named(function, message):
         RewardRunner([function]).score(groups())
 
 
-def test_the_dry_run_finds_broken_functions():
+def test_the_dry_run_finds_broken_functions(caplog):
     def sometimes(completion, n):
         return math.nan if n == 1 else 1.0
 
@@ -291,6 +293,9 @@ def test_the_dry_run_finds_broken_functions():
     }.items():
         with pytest.raises(RewardError, match=message):
             RewardRunner([function]).dry_run(rows)
+    RewardRunner([lambda completion: None, strip]).dry_run(rows)
+    (record,) = caplog.records
+    assert "<lambda> returned None for each of the 2 rows that were tried" in record.getMessage()
     RewardRunner([strip]).dry_run(rows)  # per sample, a completion is text in conversations too
 
 

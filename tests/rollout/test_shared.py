@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cohort.policy import Policy, Precision
+from cohort.config import ModelConfig
+from cohort.policy import Policy, Precision, load_policy
 from cohort.rollout import LocalEngine
 from cohort.rollout.budget import plan
 from cohort.rollout.capacity import Capacity
@@ -48,6 +49,34 @@ def test_weights_are_cast_once_and_given_back():
     assert torch.equal(backend.prefill([[5, 9, 20, 3]]), prefilled)
     backend.add_rows([0, 0])
     assert torch.equal(backend.step(torch.tensor([4, 7])), stepped)
+
+
+def test_casts_leave_weights_alone_that_a_snapshot_shares():
+    """Training saves a checkpoint, or samples to evaluate, while a snapshot samples in another thread."""
+    policy = Policy(small_model("lfm2"), MIXED)
+    policy.model.model.layers[0].requires_grad_(False)
+    before = {name: weight.clone() for name, weight in policy.model.state_dict().items()}
+    snapshot = policy.snapshot()
+    frozen = next(m for m in snapshot.model.model.layers[0].modules() if type(m) is torch.nn.Linear)
+    assert any(frozen.weight is weight for weight in policy.model.parameters())
+    first, second = CastWeights(policy).used(), CastWeights(snapshot).used()
+    first.__enter__()
+    with second:
+        assert frozen.weight.dtype == torch.bfloat16
+        first.__exit__(None, None, None)
+        during = policy.model.state_dict()
+        assert {name: weight.dtype for name, weight in during.items()} == {n: w.dtype for n, w in before.items()}
+        assert all(torch.equal(during[name], weight) for name, weight in before.items())
+    assert frozen.weight.dtype == torch.float32
+    assert frozen.weight.requires_grad is False
+    assert any(frozen.weight is weight for weight in policy.model.parameters())
+
+
+def test_a_float32_head_stays_in_float32():
+    model = small_model("lfm2")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied
+    policy = load_policy(model, ModelConfig(precision="bfloat16", float32_head=True), model.config)
+    assert isinstance(LocalEngine(policy, LetterTokenizer(), (1,)).backend, SharedBackend)
 
 
 def test_weights_are_given_back_after_an_error():

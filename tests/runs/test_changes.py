@@ -1,5 +1,7 @@
 """What differs between a run and the process that resumes it."""
 
+from pathlib import Path
+
 import pytest
 
 from cohort import GRPOConfig
@@ -62,7 +64,14 @@ def test_an_unset_number_of_minibatches_is_the_presets():
     given, unset = GRPOConfig(preset="gspo", minibatches=4), GRPOConfig(preset="gspo")
     assert setting_changes(given, unset) == setting_changes(GRPOConfig(minibatches=1), GRPOConfig()) == []
     (change,) = setting_changes(GRPOConfig(preset="gspo@1", minibatches=1), unset)  # a run of an earlier version
-    assert (str(change), change.refused) == ("objective.minibatches: the run has 1, now 4", True)
+    words = "preset gspo is gspo@2 now; the run has gspo@1 (minibatches 1, now 4)"
+    assert (str(change), change.refused) == (f"objective.preset: {words}", True)
+    with pytest.raises(RunFolderError, match="what the run has: --objective.preset gspo@1\nTo go on all the same: --a"):
+        refuse(Path("run"), [change], ())
+    kept = GRPOConfig(preset="gspo", minibatches=1)  # the versions differ in nothing else
+    assert setting_changes(GRPOConfig(preset="gspo@1"), kept) == []
+    (change,) = setting_changes(GRPOConfig(preset="gspo@1"), GRPOConfig(preset="gspo", minibatches=2))
+    assert str(change) == "objective.minibatches: the run has 1, now 2"
 
 
 def test_names_count_where_what_they_name_is_not_known():

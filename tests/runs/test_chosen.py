@@ -14,7 +14,7 @@ from cohort.config import load_config
 from cohort.errors import ConfigError, RunFolderError
 from cohort.evaluation.command import Request as Evaluation
 from cohort.generate.request import Request as Generation
-from cohort.generate.request import read_rows, render
+from cohort.generate.request import note_on_template, read_rows, render
 from cohort.rewards.names import resolve_reward
 from cohort.runs.chosen import model_of, run_of
 from cohort.runs.trust import remember
@@ -210,5 +210,7 @@ def test_generate_takes_the_settings_of_the_run(copied, demo_tokenizer):
     assert (acting.names, acting.settings.max_turns) == (["calculator"], 2)
     acting.close()
     change(copied, ("{question} = ?", "{a}+{b}"))
-    with pytest.raises(ConfigError, match="made of the columns a, b: give rows with --prompts, or whole prompts with"):
-        read_rows(Generation(model=str(copied), prompt=("1+1",)))
+    whole = Generation(model=str(copied), prompt=("1+1",))
+    assert read_rows(whole) == [{"prompt": "1+1"}]
+    assert "is the whole prompt: the run's data.prompt_template is made of the columns a, b," in note_on_template(whole)
+    assert note_on_template(replace(whole, prompt_column="prompt")) == note_on_template(request) == ""

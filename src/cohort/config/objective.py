@@ -93,8 +93,8 @@ class ObjectiveConfig(Section):
     num_iterations: PositiveInt = 1
     """Passes over a rollout (the papers' mu)."""
     minibatches: PositiveInt | None = None
-    """Optimizer steps per pass; each uses its share of the rollout's prompts. Unset: the preset's, which is 1 for most
-    and 4 for "gspo"."""
+    """Optimizer steps per pass; each uses its share of the rollout's prompts. Unset: the preset's, which
+    'cohort objective NAME' shows."""
     sync_ref_model: bool = False
     """Let the reference follow the policy (TR-DPO). Needs beta > 0."""
     ref_model_sync_steps: PositiveInt = 512

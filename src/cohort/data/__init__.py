@@ -5,7 +5,7 @@ from cohort.data.held_out import check_held_out
 from cohort.data.load import Data, load_data, load_sets
 from cohort.data.loader import DataCursor, PromptLoader
 from cohort.data.order import InMemoryLoader
-from cohort.data.prompts import LengthLimit, PromptSet
+from cohort.data.prompts import LengthLimit, PromptSet, unknown_tokens
 from cohort.data.render import columns_of, filled
 from cohort.data.rows import Row
 from cohort.data.source import file_format, load_rows, read_lines

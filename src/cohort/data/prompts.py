@@ -16,7 +16,7 @@ import numpy as np
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
 from cohort.data.render import Renderer, ToolsOf
-from cohort.data.rows import Row, plain
+from cohort.data.rows import Row, plain, rename
 from cohort.errors import DataError
 from cohort.types import Prompt
 
@@ -196,6 +196,13 @@ class PromptSet:
         columns = {column: row.get(column) for column in self.columns} | dict(row)
         return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
 
+    def original(self, index: int) -> Row:
+        """The columns of a prompt's row under their names in the source, before ``data.columns``."""
+        number, row_index = self._locate(index)
+        rows = self.data.sources[number].rows
+        row = dict.fromkeys(rows.columns) | dict(rows[row_index])
+        return rename(row, {new: old for old, new in rows.new_names.items()})
+
     @property
     def fingerprint(self) -> str:
         """Hash of the token ids of all prompts and the weights of the sources."""
@@ -284,6 +291,11 @@ def _as_bytes(values: list[Any]) -> bytes:
 def _text_of(value: Any) -> str:
     text = repr(plain(value)) if isinstance(value, np.ndarray | np.generic | bytes | date | Decimal) else ""
     return text or type(value).__name__
+
+
+def unknown_tokens(prompts: Sequence[Prompt], tokenizer: Any) -> int:
+    """How many tokens of the prompts are the unknown token: text that the tokenizer cannot express."""
+    return sum(one.token_ids.count(tokenizer.unk_token_id) for one in prompts)
 
 
 def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:

@@ -126,11 +126,13 @@ def _of_trial(run: Run, trial: Trial) -> Mapping[str, list[Finding]]:
     distinct = [len({one.token_ids.tobytes() for one in group.completions}) for group in trial.rollout.sampled]
     rule = objective.group_filter
     rounds = rule.max_rounds if isinstance(rule, DynamicSampling) else 1
+    by_function = dict(zip(scores.names, scores.by_function_SK.T.tolist(), strict=True))
     signal = check_signal(
         [rewards[start : start + size] for start in range(0, len(rewards), size)],
         sum(weight for weight in weights.values() if weight > 0),
         group_relative=objective.group_relative,
         rounds=rounds,
+        by_function={name: rewards for name, rewards in by_function.items() if weights[name]},
     )
     cut = sum(one.finish_reason is FinishReason.LENGTH for one in completions)
     limit = config.rollout.max_completion_length
@@ -140,7 +142,7 @@ def _of_trial(run: Run, trial: Trial) -> Mapping[str, list[Finding]]:
         "sampler": check_sampler(trial.sampler_gap, MAX_SAMPLER_GAP, precision, CACHED if shared else SERVED),
         "reference": check_reference(trial.reference_gap, precision),
         "signal": signal,
-        "rewards": check_rewards(dict(zip(scores.names, scores.by_function_SK.T.tolist(), strict=True)), weights),
+        "rewards": check_rewards(by_function, weights),
         "duplicates": check_distinct(distinct, size),
         "cut": check_cut(cut, len(completions), limit, masked=objective.truncated == "mask", no_signal=no_signal),
     }

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from cohort.calls import LOGS
 from cohort.config import GRPOConfig, Schedule
+from cohort.data import unknown_tokens
 from cohort.data.chat import ANSWER, SENTINEL, USER, render
 from cohort.doctor.cost import Memory, check_memory, optimizer_bytes
 from cohort.doctor.finding import Check, Finding
@@ -132,7 +133,7 @@ def text(run: Run) -> list[Finding]:
         lost,
         raw_for_chat=format_left and has_template and not given[0].is_conversation,
         doubled_start=tokenizer.bos_token if doubled else "",
-        unknown_tokens=sum(one.token_ids.count(tokenizer.unk_token_id) for one in given),
+        unknown_tokens=unknown_tokens(given, tokenizer),
         tokens=sum(len(one.token_ids) for one in given),
     )
 

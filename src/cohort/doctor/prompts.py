@@ -161,7 +161,8 @@ def check_text(
     if unknown_tokens > UNKNOWN * tokens:
         check.warn(
             f"{unknown_tokens / tokens:.0%} of the prompts' tokens are the unknown token",
-            "use the tokenizer that the model was trained with",
+            "use the tokenizer that the model was trained with; if this is it, the model cannot read this text: use "
+            "other data, or another model",
         )
     return [*check.findings(first), *([Finding("text", Status.PASS, first)] if check.has_problems else [])]
 

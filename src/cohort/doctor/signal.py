@@ -18,7 +18,12 @@ SAME = 1e-9
 
 
 def check_signal(
-    rewards_PG: Sequence[Sequence[float]], most: float, *, group_relative: bool = True, rounds: int = 1
+    rewards_PG: Sequence[Sequence[float]],
+    most: float,
+    *,
+    group_relative: bool = True,
+    rounds: int = 1,
+    by_function: Mapping[str, Sequence[float]] | None = None,
 ) -> list[Finding]:
     """Whether rewards differ where the objective compares them: the plain verdict.
 
@@ -28,6 +33,7 @@ def check_signal(
             a group at it is solved.
         group_relative: whether completions are compared with their own group; otherwise with the whole rollout.
         rounds: with dynamic sampling, how often groups with equal rewards are replaced by others.
+        by_function: rewards of all completions by each function with a weight, NaN where unscored.
     """
     scored = [[reward for reward in group if not math.isnan(reward)] for group in rewards_PG]
     every = [reward for group in scored for reward in group]
@@ -51,7 +57,23 @@ def check_signal(
         check.fail(f"{groups}: almost nothing will be learned; {verdict}", advice)
     elif share >= MANY_DEAD:
         check.warn(f"{groups}: they teach nothing; {verdict}", advice)
+    elif flat := _rewarding_nothing(by_function or {}):
+        others = ", ".join(name for name in by_function or {} if name not in flat)
+        check.warn(
+            f"{groups}; {verdict}. But all of it comes from {others}: {', '.join(flat.values())}",
+            f"if {' or '.join(flat)} is what counts, ease the data or warm up first: it is not what will be learned",
+        )
     return check.findings(f"{groups}; {verdict}")
+
+
+def _rewarding_nothing(by_function: Mapping[str, Sequence[float]]) -> dict[str, str]:
+    """The functions that reward nothing: the same to all completions, at most 0; and what it is. None, if all do."""
+    found = {}
+    for name, rewards in by_function.items():
+        scored = [reward for reward in rewards if not math.isnan(reward)]
+        if scored and max(scored) < SAME and max(scored) - min(scored) < SAME:
+            found[name] = f"{name} is {scored[0]:.3g} for all {len(scored)} completions"
+    return found if len(found) < len(by_function) else {}
 
 
 def _deviation(numbers: Sequence[float]) -> float:

@@ -166,7 +166,8 @@ def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
 
 
 def write_pass_rates(file: str, evaluator: Evaluator, found: Evaluations) -> None:
-    """Write one JSON line per prompt: the row's columns, with the measured ``pass_rate`` in place of an earlier one.
+    """Write one JSON line per prompt: the row's columns under their names in the source, so that the same settings read
+    the file, with the measured ``pass_rate`` in place of an earlier one.
 
     Args:
         file: path of the output.
@@ -178,9 +179,9 @@ def write_pass_rates(file: str, evaluator: Evaluator, found: Evaluations) -> Non
         assert evaluation.success is not None  # checked before any model is loaded
         table = evaluation.table.select([f"rewards/{evaluation.success.function}"]).to_pylist()
         for index, first in enumerate(range(0, len(table), count)):
-            row = evaluator.sets[name].prompt(index, uid=index).columns
+            row, renamed = evaluator.sets[name].original(index), evaluator.sets[name].data.sources[0].config.columns
             rate = pass_rate(table[first : first + count], evaluation.success)
-            lines.append(as_json({**row, "pass_rate": rate}, ensure_ascii=False, default=str))
+            lines.append(as_json({**row, renamed.get("pass_rate", "pass_rate"): rate}, ensure_ascii=False, default=str))
     text = "".join(lines).encode("utf-8", "backslashreplace").decode()
     write_atomically(Path(file).expanduser(), text)
 

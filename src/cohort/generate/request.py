@@ -226,16 +226,21 @@ def read_rows(request: Request) -> list[Row]:
 
 
 def _in_template(text: str, template: str | None) -> str:
-    """A text prompt in the run's template, which must have one column."""
-    if template is None:
-        return text
-    columns = columns_of(template)
-    if len(columns) != 1:
-        raise ConfigError(
-            f"the run's data.prompt_template is made of the columns {', '.join(columns) or '(none)'}: give rows with "
-            "--prompts, or whole prompts with --prompt-column prompt"
-        )
-    return filled(template, {columns[0]: text}, "the command line")
+    """A text prompt in the run's template. Where the template has not one column, the text is the whole prompt."""
+    columns = columns_of(template or "")
+    return filled(template, {columns[0]: text}, "the command line") if template and len(columns) == 1 else text
+
+
+def note_on_template(request: Request) -> str:
+    """That a text prompt is not put into the run's template, and why; empty where it is, or where there is none."""
+    template, are_texts = request.settings.data.prompt_template, Path(request.prompts or "-.txt").suffix == ".txt"
+    columns = columns_of(template or "")
+    if template is None or request.prompt_column is not None or len(columns) == 1 or not are_texts:
+        return ""
+    return (
+        f"the text is the whole prompt: the run's data.prompt_template is made of the columns "
+        f"{', '.join(columns) or '(none)'}, which rows given with --prompts FILE.jsonl fill"
+    )
 
 
 def _arguments(prompts: Sequence[str]) -> list[str]:

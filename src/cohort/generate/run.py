@@ -13,9 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from cohort.data import unknown_tokens
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ModelError, NonFiniteError
-from cohort.generate.request import Request, flags_in_errors, read_rows, render, with_prefix, within_context
+from cohort.generate.request import (
+    Request,
+    flags_in_errors,
+    note_on_template,
+    read_rows,
+    render,
+    with_prefix,
+    within_context,
+)
 from cohort.generate.show import InOrder, Meter, TextStream, headline, record, transcript, write_stdout
 from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
@@ -92,9 +101,17 @@ class Job:
         """
         if getattr(self.tokenizer, "chat_template", None) and not all(one.is_conversation for one in self.prompts):
             self._log("hint: the model has a chat template; --chat applies it to plain prompts")
+        if unknown := unknown_tokens(self.prompts, self.tokenizer):
+            tokens = sum(len(one.token_ids) for one in self.prompts)
+            self._log(
+                f"warning: {unknown} of {tokens} tokens of the prompts are the unknown token: the model's tokenizer "
+                "has no other for this text, and the model cannot read it"
+            )
         engine = self._engine()
         if self.request.run:
             self._log(f"{self.note or self.model}, with the settings of the run {self.request.run}")
+        if note := note_on_template(self.request):
+            self._log(note)
         self._log(self.describe(engine))
         meter = Meter(self.total, shown=not self.streams and not self.request.quiet)
         with _interruptible() as interrupted, _opened(self.request) as file, meter:

@@ -101,6 +101,8 @@ def in_passes(mixers: list[Any]) -> Iterator[None]:
 
 def _begin(mixer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     need(ARGUMENT in named, "it does not hand arguments on to its recurrent layers")
+    if isinstance(named[ARGUMENT], LayerPass):  # in the forward pass of a checkpointed layer, blocks are nested
+        return given, named
     return given, named | {ARGUMENT: LayerPass(named[ARGUMENT], mixer.layer_idx)}
 
 

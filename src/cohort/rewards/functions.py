@@ -74,6 +74,7 @@ class Function:
             isolated = bool(settings.workers or self.timeout)  # only a process can be stopped
         self.in_background = self.is_async or isolated
         """Whether calls run on the event loop or in a worker process, rather than in this thread after sampling."""
+        self._is_per_rollout_by_default = self.per == "batch" and self._names.isdisjoint(("completion", "completions"))
         self.cacheable = settings.cache and self.per == "sample" and "trainer_state" not in self._names
         self.failed_rollouts = 0
         """Number of consecutive rollouts in which every call failed."""
@@ -114,7 +115,10 @@ class Function:
         """
         results = [returned] if self.per == "sample" else self._items(returned, len(completions))
         if results is None:
-            raise RewardError(f"{self} must return a list of numbers, got {type(returned).__name__}")
+            once = isinstance(returned, int | float) and self._is_per_rollout_by_default
+            why = ". It has no parameter 'completion', so it is called once per rollout: add 'completion' to be called "
+            why = f"{why}for each completion" if once else ""
+            raise RewardError(f"{self} must return a list of numbers, got {type(returned).__name__}{why}")
         if len(completions) != len(results):
             raise RewardError(f"{self} must return one reward per completion: {len(completions)}, got {len(results)}")
         pairs = zip(results, completions, strict=True)

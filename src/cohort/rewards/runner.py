@@ -137,7 +137,7 @@ class RewardRunner:
         timer.start()
         try:
             with Scoring(tried, prompts, 0, state or TrainerState(), "stop", World()) as scoring:
-                scoring.finish(groups)
+                scores = scoring.finish(groups)
         except RewardError as error:
             hint = "; completions of conversations are lists of messages: completions[0][-1]['content'] is the text"
             hint = hint if "'list' object" in str(error) and any(prompt.is_conversation for prompt in prompts) else ""
@@ -146,6 +146,13 @@ class RewardRunner:
             ) from error.__cause__
         finally:
             timer.cancel()
+        for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
+            if self.world.is_main and column_S.isnan().all():
+                message = (
+                    "reward function %s returned None for each of the %d rows that were tried with a made completion"
+                )
+                advice = ": check the columns that it reads (None is right for rows of another task)"
+                log.warning(message + advice, name, len(groups))
 
     def keep(self, key: Any, call: Call) -> None:
         """Cache a result."""

@@ -53,6 +53,8 @@ class Change:
     """What it was and is."""
     refused: bool
     """Whether it changes results by more than rounding."""
+    keep: str = ""
+    """The flag that leaves it as the run has it, where another is more than what the settings say."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.words}"
@@ -85,7 +87,9 @@ def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = T
     by_facts = COMPARED_BY_FACTS if facts_known and not now.data.streaming else set()
     # An unset number of minibatches is the preset's.
     resolved = {"objective.minibatches": (saved.objective.resolved_minibatches, now.objective.resolved_minibatches)}
-    new, found = dict(_flat(now)), []
+    new, found = dict(_flat(now)), list[Change]()
+    if raised := _raised_preset(saved, now, same=same):
+        found, parts = [raised], parts | {"objective.preset", "objective.minibatches"}
     for key, value in _flat(saved):
         # A run folder holds no secrets.
         before, after = resolved.get(key) or (hide_secrets(value), hide_secrets(new[key]))
@@ -100,6 +104,18 @@ def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = T
             harmless = False
         found.append(Change(key, words, not harmless))
     return found
+
+
+def _raised_preset(saved: GRPOConfig, now: GRPOConfig, *, same: bool) -> Change | None:
+    """Another version of the run's preset, if it is that which changes the objective or the updates."""
+    before, after = saved.objective, now.objective
+    updates = f"minibatches {before.resolved_minibatches}, now {after.resolved_minibatches}"
+    updates = updates if before.resolved_minibatches != after.resolved_minibatches else ""
+    name, of_run = after.preset.partition("@")[0], before.preset.partition("@")[0]
+    if name != of_run or before.preset == after.preset or after.minibatches or (same and not updates):
+        return None
+    words = f"preset {name} is {after.preset} now; the run has {before.preset}" + (updates and f" ({updates})")
+    return Change("objective.preset", words, refused=True, keep=f"--objective.preset {before.preset}")
 
 
 def fact_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
@@ -127,7 +143,10 @@ def refuse(path: Path, changes: Sequence[Change], allowed: Collection[str]) -> N
     lines = "\n  ".join(map(str, refused))
     keys = " ".join(f"--allow-changed {change.key}" for change in refused)
     names = ", ".join(repr(change.key) for change in refused)
-    how = f"To go on all the same: {keys}; in Python, train(resume=True, allow_changed=[{names}])"
+    kept = " ".join(change.keep for change in refused if change.keep)
+    how = (
+        f"To keep what the run has: {kept}\n" if kept else ""
+    ) + f"To go on all the same: {keys}; in Python, train(resume=True, allow_changed=[{names}])"
     if fixed := [change.key for change in refused if change.key in NEVER]:
         how = f"The checkpoint does not fit another {fixed[0]}: start a new run with the checkpoint as model.path"
     raise RunFolderError(f"cannot resume {path}: what changes its results is different now\n  {lines}\n{how}")

@@ -132,3 +132,8 @@ def test_reasons_for_missing_scores():
         "no update had a gradient: no completion was scored, because gsm8k returned None for every one"
     )
     assert why_no_gradient(unscored | {"rewards/gsm8k/failed": 4}).endswith("because gsm8k failed on every one")
+    some = {"reward/mean": 0.0, "groups/dead_share": 1.0, "tokens/no_advantage_share": 1.0}
+    assert why_no_gradient(some | {"rewards/mine/failed": 15, "rewards/mine/unscored_share": 15 / 16}) == (
+        "mine failed on 15 completions (94%), which are unscored (the log has the traceback). Without them, no update "
+        "had a gradient: every group has equal rewards, so there is nothing to learn"
+    )

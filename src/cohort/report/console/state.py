@@ -53,9 +53,12 @@ def success_of(settings: dict[str, Any]) -> str:
 
     >>> success_of({"eval": {"success": "math", "success_threshold": 0.5}})
     'math >= 0.5'
+    >>> success_of({"reward": {"functions": ["/data/rewards.py:digits(n=2)"]}})
+    'digits >= 1'
     """
     chosen, functions = settings.get("eval", {}), settings.get("reward", {}).get("functions", [])
     function = chosen.get("success") or (functions[0] if len(functions) == 1 else "")
+    function = function.partition("(")[0].rpartition(":")[2]  # as the metrics name it
     return f"{function} >= {number(chosen.get('success_threshold', 1.0), 'g')}" if function else ""
 
 

@@ -21,7 +21,19 @@ CAUSES = {
 
 
 def why_no_gradient(metrics: Mapping[str, Any]) -> str:
-    """Why a step's updates had no gradient, from its metrics."""
+    """Why a step's updates had no gradient, from its metrics; and which functions failed, which may be behind it."""
+    failed = [key for key in metrics if key.startswith("rewards/") and key.endswith("/failed") and metrics[key]]
+    if not failed or metrics.get("reward/mean", 0) is None:
+        return _why(metrics)
+    names = [key.removeprefix("rewards/").removesuffix("/failed") for key in failed]
+    counts = [f"{name} failed on {metrics[f'rewards/{name}/failed']:,} completions" for name in names]
+    shares = [number(metrics, f"rewards/{name}/unscored_share") for name in names]
+    of = [f" ({share:.0%})" if share else "" for share in shares]
+    causes = " and ".join(map("".join, zip(counts, of, strict=True)))
+    return f"{causes}, which are unscored (the log has the traceback). Without them, {_why(metrics)}"
+
+
+def _why(metrics: Mapping[str, Any]) -> str:
     left_out = number(metrics, "groups/left_out")
     if left_out and left_out == number(metrics, "groups/sampled"):
         return "no update was made: every group has equal rewards, and objective.group_filter dropped them all"
