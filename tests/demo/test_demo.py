@@ -72,6 +72,7 @@ def test_a_short_demo(tmp_path, monkeypatch, capsys):
 def test_the_demo_does_not_overwrite_a_run(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
+    (tmp_path / "run" / "objective.txt").write_text("")
     assert main(["demo", "--output-dir", str(tmp_path / "run")]) == 2
     assert "already holds a run" in capsys.readouterr().err
 

@@ -86,6 +86,22 @@ def test_chunks_equal_a_loop_over_the_tokens(name):
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_strong_decays_keep_the_precision_of_float32(name):
+    """Decays of a token are between 0 and 30, their sums over a chunk about 1000, which has a rounding of 1e-4."""
+    function, _, inputs, shape, whole = CASES[name]
+    values = [value.detach() for value in inputs(64)]
+    strong = values[1] if whole else values[3]  # time steps, or decays
+    strong.copy_(torch.rand_like(strong).pow(3) * (30 if whole else -30))
+    if whole:
+        values[2].fill_(-1.0)
+    state = torch.zeros(1, HEADS, *shape)
+    exact, _ = function(*values, Chunks((0, 64), CPU), state.double())
+    out, _ = function(*(value.float() for value in values), Chunks((0, 64), CPU), state)
+    assert out.dtype == torch.float32
+    assert float((out - exact).norm() / exact.norm()) < 1e-6  # with sums in float32: 3e-6 and 5e-6
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_state_handed_over_is_one_long_pass(name):
     function, _, inputs, shape, whole = CASES[name]
     values, zero = inputs(90), torch.zeros(1, HEADS, *shape, dtype=torch.float64)

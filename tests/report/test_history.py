@@ -66,6 +66,7 @@ def test_a_finished_run(run):
 
 def test_a_run_that_has_just_begun(tmp_path):
     (tmp_path / "config.toml").touch()
+    (tmp_path / "run.lock").touch()
     found = RunHistory.read(tmp_path)
     assert (found.metrics, found.summary, found.settings, found.damaged) == ([], None, {}, [])
     assert [line.split()[0] for line in found.missing] == [

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from cohort.policy import Policy, Precision
+from cohort.config import ModelConfig
+from cohort.policy import Policy, Precision, load_policy
 from cohort.rollout import LocalEngine
 from cohort.rollout.budget import plan
 from cohort.rollout.capacity import Capacity
@@ -69,6 +70,13 @@ def test_casts_leave_weights_alone_that_a_snapshot_shares():
     assert frozen.weight.dtype == torch.float32
     assert frozen.weight.requires_grad is False
     assert any(frozen.weight is weight for weight in policy.model.parameters())
+
+
+def test_a_float32_head_stays_in_float32():
+    model = small_model("lfm2")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied
+    policy = load_policy(model, ModelConfig(precision="bfloat16", float32_head=True), model.config)
+    assert isinstance(LocalEngine(policy, LetterTokenizer(), (1,)).backend, SharedBackend)
 
 
 def test_weights_are_given_back_after_an_error():

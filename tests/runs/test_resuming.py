@@ -12,7 +12,7 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
 from cohort.config import apply_overrides, setting_names
 from cohort.errors import RunFolderError
-from cohort.runs import facts, with_whole_names
+from cohort.runs import RunFolder, facts, with_whole_names
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.train.harness import digits_reward, untimed_metrics_of
 
@@ -104,7 +104,7 @@ def test_names_given_to_resume_belong_to_the_working_directory(tmp_path, monkeyp
     assert settings.data.eval == {"a": f"{tmp_path}/more.jsonl", "b": "gone.jsonl"}
     assert settings.reward.functions == (f"{tmp_path}/mine.py:f(a=1)", "math", "gone.py:f")
     assert settings.objective.baseline == f"{tmp_path}/mine.py:b"
-    assert (settings.model.path, settings.vllm.python) == ("org/model", "mine.py")
+    assert (settings.model.path, settings.vllm.python) == ("org/model", f"{tmp_path}/mine.py")
 
 
 def test_resume_starts_a_run_without_a_checkpoint_again(whole, project):
@@ -250,6 +250,29 @@ def test_another_model_under_an_adapter_is_noticed(demo_tokenizer, tmp_path):
     with pytest.raises(RunFolderError, match="model: frozen weights is not the same"):
         run(1.01, max_steps=2).train(resume=True)
     assert run(1, max_steps=2).train(resume=True)["steps"] == 2
+
+
+def test_settings_alone_are_no_run(project, capsys):
+    """A recipe's folder: nothing trains into it, and nothing replaces its settings."""
+    shutil.rmtree("out")
+    Path("mine").mkdir()
+    shutil.copyfile("c.toml", "mine/config.toml")
+    commands = [["train", "c.toml", "--resume", "--run.output_dir", "mine"], ["watch", "mine", "--once"]]
+    for command in (["resume", "mine"], *commands, ["diagnose", "mine"], ["report", "mine"]):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "mine is not a run folder: it has settings, but no run was started here (no starts.jsonl)" in error
+        assert "mine/config.toml'?" in error
+    for more in ([], ["--resume", "auto"]):
+        assert main(["train", "c.toml", "--run.output_dir", "mine", *more]) == 2
+    assert [path.name for path in Path("mine").iterdir()] == ["config.toml"]
+    assert Path("mine/config.toml").read_text() == Path("c.toml").read_text()
+    # One that was killed when it had written its settings has left its lock.
+    Path("mine/run.lock").write_text("{}")
+    RunFolder("mine").check_is_run()
+    # One of an earlier version.
+    Path("mine/run.lock").rename("mine/metrics.jsonl")
+    RunFolder("mine").check_is_run()
 
 
 def test_a_folder_that_is_no_run_is_said_to_be_none(project, capsys):

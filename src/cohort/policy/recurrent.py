@@ -46,16 +46,16 @@ def delta_rule(
     q, k = (chunks.cut(part, fill=False).transpose(1, 2)[:, :, None] for part in (q_TGK, k_TGK))
     v = chunks.cut(v_TAD, fill=False).transpose(1, 2).unflatten(1, shape)
     decay, beta = (chunks.cut(part).transpose(1, 2).unflatten(1, shape) for part in (decay_TA, beta_TA))
-    passed = decay.cumsum(-1)  # since the beginning of the chunk
-    between = _decay_between(passed)
-    grown = passed.exp()[..., None]
+    passed = decay.double().cumsum(-1)  # since the beginning of the chunk
+    between = _decay_between(passed, decay.dtype)
+    grown = passed.to(decay.dtype).exp()[..., None]
     # Inside a chunk: (1 + L) u = beta v and (1 + L) w = beta exp(passed) k, with L the strictly lower triangle of
     # beta_i exp(passed_i - passed_j) k_i . k_j. What is written is u - w S for the state S before the chunk.
     lower = (k @ k.mT) * between * beta[..., None]
     weighted = torch.cat([v, k * grown], -1) * beta[..., None]
     solved = torch.linalg.solve_triangular(lower, weighted, upper=False, unitriangular=True).flatten(1, 2)
     u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
-    left = (passed[..., -1:] - passed).exp()[..., None]
+    left = _decay_after(passed, decay.dtype)[..., None]
     keys = (k * left).flatten(1, 2).mT
     whole = grown[..., -1:, :].flatten(1, 2)
 
@@ -97,11 +97,12 @@ def state_space(
     step = chunks.cut(step_TA)  # [J, C, A]
     b, c = (chunks.cut(part, fill=False).transpose(1, 2) for part in (b_TGK, c_TGK))  # [J, G, C, K]
     x = (chunks.cut(x_TAD, fill=False) * step[..., None]).transpose(1, 2)  # [J, A, C, D]
-    passed = (step * decay_A).transpose(1, 2).cumsum(-1)  # [J, A, C]
-    scores = (c @ b.mT)[:, :, None] * _decay_between(passed).unflatten(1, shape)
+    passed = (step * decay_A).double().transpose(1, 2).cumsum(-1)  # [J, A, C]
+    scores = (c @ b.mT)[:, :, None] * _decay_between(passed, step.dtype).unflatten(1, shape)
     out = scores.flatten(1, 2) @ x
     # What a chunk adds to the state, [J, G, K, R, D]: one product for the heads of a group.
-    left = (passed[..., -1:] - passed).exp()[..., None]
+    left = _decay_after(passed, step.dtype)[..., None]
+    grown = passed.to(step.dtype).exp()
 
     def by_group(values: Tensor) -> Tensor:
         """``[J, A, C, D]`` to ``[J, G, C, R D]``."""
@@ -109,11 +110,11 @@ def state_space(
         return grouped.transpose(2, 3).flatten(3)
 
     added = (b.mT @ by_group(x * left)).unflatten(-1, (-1, width))
-    whole = passed[..., -1].exp().unflatten(1, shape)[:, :, None, :, None]
+    whole = grown[..., -1].unflatten(1, shape)[:, :, None, :, None]
     state = state.unflatten(1, shape).permute(0, 1, 4, 2, 3)
     before, after = _carry(chunks, state, whole, lambda step, _: added[step])
     read = (c @ before.flatten(3)).unflatten(-1, (-1, width))  # [J, G, C, R, D]
-    out = out + read.transpose(2, 3).flatten(1, 2) * passed.exp()[..., None]
+    out = out + read.transpose(2, 3).flatten(1, 2) * grown[..., None]
     return chunks.join(out.transpose(1, 2)), after.permute(0, 1, 3, 4, 2).flatten(1, 2)
 
 
@@ -181,11 +182,17 @@ def _carry(
     return torch.cat(before), chunks.unsorted(torch.cat([state, *reversed(ended)]))
 
 
-def _decay_between(passed: Tensor) -> Tensor:
-    """``exp(passed_i - passed_j)`` for i >= j, else 0: ``[..., C]`` to ``[..., C, C]``."""
+def _decay_between(passed: Tensor, dtype: torch.dtype) -> Tensor:
+    """``exp(passed_i - passed_j)`` for i >= j, else 0: ``[..., C]`` to ``[..., C, C]``. Sums over a chunk are in
+    float64: in float32 the difference of two large ones would have few digits left."""
     size = passed.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=passed.device).triu(1)
-    return (passed[..., :, None] - passed[..., None, :]).masked_fill(later, -torch.inf).exp()
+    return (passed[..., :, None] - passed[..., None, :]).to(dtype).masked_fill(later, -torch.inf).exp()
+
+
+def _decay_after(passed: Tensor, dtype: torch.dtype) -> Tensor:
+    """``exp(passed_C - passed_i)``, from a token to the end of its chunk."""
+    return (passed[..., -1:] - passed).to(dtype).exp()
 
 
 def steps_of(dt_TA: Tensor, bias_A: Tensor | None, softplus: bool, limits: tuple[float, float]) -> Tensor:

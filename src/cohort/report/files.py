@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cohort.config.of_run import only_settings, was_started
 from cohort.errors import RunFolderError
 
 MAX_FILE = 1 << 24
@@ -19,8 +20,8 @@ MAX_DEPTH = 50
 """Nested tables of settings and JSON. Deeper ones are left out."""
 MAX_NUMBER = 1e100
 """Numbers of JSON are below this, or None: so that their squares and sums are finite too."""
-MARKS = ("config.toml", "metrics.jsonl", "starts.jsonl", "summary.json")
-"""A folder with one of these files is a run folder."""
+NAMES = ("config.toml", "metrics.jsonl", "starts.jsonl", "summary.json")
+"""Files of a run that are asked about by name."""
 DAMAGE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
 """What reading a damaged file raises."""
 
@@ -65,13 +66,15 @@ def run_folder(path: str | Path) -> Path:
     """
     folder = Path(path).expanduser()
     try:
-        if folder.is_file() and folder.name in MARKS:
+        if folder.is_file() and folder.name in NAMES:
             raise RunFolderError(f"{folder} is a file of a run: give its folder, {folder.parent}")
         if not folder.is_dir():
             found = "is not a folder" if folder.exists() else "does not exist"
             raise RunFolderError(f"{folder} {found}: expected a run folder")
-        if any((folder / name).exists() for name in MARKS):
+        if was_started(folder):
             return folder
+        if settings := only_settings(folder):
+            raise RunFolderError(settings)
         runs = sorted(one.name for one in islice(folder.iterdir(), 1000) if (one / "config.toml").is_file())
     except (OSError, ValueError) as error:  # a null character in the path is a ValueError
         if isinstance(error, RunFolderError):
@@ -80,7 +83,7 @@ def run_folder(path: str | Path) -> Path:
     above = folder.parent.parent
     hint = f" It holds the runs {', '.join(runs[:5])}{', ...' if len(runs) > 5 else ''}." if runs else ""
     hint = hint or (f" Its run is {above}." if (above / "config.toml").is_file() else "")
-    raise RunFolderError(f"{folder} is not a run folder: it has none of {', '.join(MARKS)}.{hint}")
+    raise RunFolderError(f"{folder} is not a run folder: it has none of {', '.join(NAMES)}.{hint}")
 
 
 def is_inside(folder: Path, path: Path) -> bool:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, load_config, to_toml
+from cohort.config.of_run import only_settings, was_started
 from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
 from cohort.lock import LOCK, Lock
@@ -93,7 +94,7 @@ class RunFolder:
         if not self.is_run and not self._shared:
             raise RunFolderError(f"{self.path} is not empty: choose another run.output_dir")
         if not self.is_run:
-            if found := [name for name in WRITTEN if (self.path / name).exists()]:
+            if found := [name for name in ("config.toml", *WRITTEN) if (self.path / name).exists()]:
                 taken = ", ".join(found)
                 raise RunFolderError(f"{self.path} has {taken}, which a run writes: choose another run.output_dir")
             return
@@ -102,8 +103,8 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        """Whether the folder holds a run."""
-        return (self.path / "config.toml").is_file()
+        """Whether the folder holds a run, and not settings alone."""
+        return (self.path / "config.toml").is_file() and was_started(self.path)
 
     def start(self, config: GRPOConfig, first_prompt: str, *, anew: bool = False) -> None:
         """Create the folder of a new run, and lock it.
@@ -185,7 +186,8 @@ class RunFolder:
                 hint = f" Its run is {above}."
             elif any((self.path / name).exists() for name in ("config.json", "adapter_config.json")):
                 hint = " It holds a model: to train it, set model.path to it, and run.output_dir to another folder."
-            raise RunFolderError(f"{self.path} is not a run folder: it has no config.toml.{hint}")
+            no_settings = f"{self.path} is not a run folder: it has no config.toml.{hint}"
+            raise RunFolderError(only_settings(self.path) or no_settings)
 
     def _facts_known(self) -> bool:
         """Whether the run has stored the facts that stand for names in its settings."""

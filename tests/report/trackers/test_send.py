@@ -267,6 +267,7 @@ def test_folders_that_are_no_runs_or_lead_elsewhere(run, stub, tmp_path):
 
 def test_a_run_without_steps(tmp_path, stub, capsys):
     (tmp_path / "config.toml").write_text("")
+    (tmp_path / "starts.jsonl").write_text("")
     assert main(["track", str(tmp_path), "--to", "tensorboard"]) == 0
     assert capsys.readouterr().out == "nothing to send: no step is complete\n"
 
