@@ -22,11 +22,13 @@ from cohort.config import (
     parse_settings,
     to_toml,
 )
+from cohort.config.beside import BUILTIN_REWARDS
 from cohort.config.section import foreign_names, setting_paths
 from cohort.errors import ConfigError
 from cohort.presets import PRESETS
 from cohort.presets.parts import KL
 from cohort.presets.trust_regions import PPOClip
+from cohort.rewards.names import BUILTIN_REWARDS as BUILTIN_REWARD_ROWS
 from cohort.rollout import Sampling
 
 
@@ -479,3 +481,12 @@ def test_text_that_is_not_utf_8():
     ):
         with pytest.raises(ConfigError, match="UTF-8"):
             give("{\udcff")
+
+
+def test_a_folder_beside_the_file_is_no_builtin_reward(tmp_path):
+    assert frozenset(BUILTIN_REWARD_ROWS) == BUILTIN_REWARDS
+    for name in ("gsm8k", "judge"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "c.toml").write_text('[reward]\nfunctions = ["gsm8k", "gsm8k()", "judge", "judge(batch_tokens=9)"]')
+    found = load_config(tmp_path / "c.toml").reward.functions
+    assert found == ("gsm8k", "gsm8k()", f"{tmp_path}/judge", f"{tmp_path}/judge(batch_tokens=9)")

@@ -166,6 +166,22 @@ def test_functions_that_have_moved(copied, elsewhere):
         Evaluation(str(copied)).settings()
 
 
+def test_every_file_that_has_moved_is_named(copied, elsewhere):
+    """Before --trust is asked for, which would not bring them back."""
+    change(copied, ("mine.py:digits", "gone.py:digits"), ('eval = "held/', 'filter = "keep.py:keep"\neval = "gone/'))
+    named = r"keep.py \(data.filter\), gone.py \(reward.functions\), which are not there"
+    with pytest.raises(RunFolderError, match=rf"name gone/data.jsonl \(data.eval\), {named}"):
+        Evaluation(str(copied)).settings()
+
+
+def test_the_folder_of_a_reward_model_belongs_to_the_folder_of_the_run(copied, elsewhere, project):
+    (project / "judge").mkdir()
+    (project / "gsm8k").mkdir()
+    change(copied, ('    "mine.py:digits",', '    "judge(batch_tokens=9)", "gsm8k", "org/model",'))
+    settings = Evaluation(str(copied)).settings()
+    assert settings.reward.functions == (f"{project}/judge(batch_tokens=9)", "gsm8k", "org/model")
+
+
 def test_what_was_passed_in_python_is_named(copied):
     change(copied, ('eval = "held/data.jsonl"', 'eval = ""'), ('    "mine.py:digits",\n', ""))
     start = lines(copied / "starts.jsonl")[-1]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig
+from cohort.config.beside import SUFFIXES, with_files
 from cohort.errors import ConfigError, ModelError, RunFolderError
 from cohort.plugins import know_module_folders
 from cohort.runs.checkpoints import saved_identity
@@ -19,14 +20,15 @@ from cohort.runs.reading import read_best
 from cohort.runs.starts import last_start, with_whole_names
 from cohort.runs.trust import check_run_settings, module_origin
 
-FUNCTIONS = (
+NAMES = (
+    "data.eval",
+    "data.filter",
     "reward.functions",
     "environment.tools",
     "environment.factory",
     "environment.history",
     "environment.parser",
 )
-NAMES = ("data.eval", "data.filter", *FUNCTIONS)
 """The settings of evaluations and sampling that name files of the folder in which the run was started."""
 
 
@@ -139,7 +141,7 @@ def settings_of_run(
     home, run = _home(run, config, names), run.absolute()
     trusted = None if trusted is None else str(Path(trusted).expanduser().absolute())
     with contextlib.chdir(home or Path.cwd()):
-        _check_files(run, config, [name for name in names if name in FUNCTIONS])
+        _check_files(run, config, names)
         check_run_settings(run, config, trusted, given=given, read=read, unused=unused)
         if home is not None:
             config = with_whole_names(config, names)
@@ -150,21 +152,25 @@ def settings_of_run(
 
 def _modules_of(home: Path, config: GRPOConfig, names: Collection[str]) -> Iterator[str]:
     """The top-level modules that the settings name, and that would not be the same without ``home``."""
-    for name in {source.partition(".")[0] for _, source in _sources(config, names) if not source.endswith(".py")}:
+    for name in _modules(config, names):
         if module_origin(name, [*sys.path, str(home)]) != module_origin(name, sys.path):
             yield name
 
 
 def _check_files(run: Path, config: GRPOConfig, names: Collection[str]) -> None:
-    """Check that the files of functions are there: they may have moved since the run."""
-    for name, source in _sources(config, names):
-        if (file := Path(source)).suffix == ".py" and not _is_file(file):
-            began = last_start(run).folder
-            raise RunFolderError(
-                f"the settings of {run} name {file} ({name}), which is not there"
-                + (f"; the run was started in {began}" if began and not file.is_absolute() else "")
-                + f". If it has moved, name it where it is now, as in --{name} FILE.py:NAME"
-            )
+    """Check that the files are there that can be nothing else: they may have moved since the run."""
+    missing = {file: name for name, file, certain in _files(config, names) if certain and not _is_file(Path(file))}
+    if not missing:
+        return
+    listed = ", ".join(f"{file} ({name})" for file, name in missing.items())
+    file, name = next(iter(missing.items()))
+    began = last_start(run).folder
+    example = "FILE.py:NAME" if file.endswith(".py") else "FILE"
+    raise RunFolderError(
+        f"the settings of {run} name {listed}, which {'is' if len(missing) == 1 else 'are'} not there"
+        + (f"; the run was started in {began}" if began and not Path(file).is_absolute() else "")
+        + f". If it has moved, name it where it is now, as in --{name} {example}"
+    )
 
 
 def _is_file(path: Path) -> bool:
@@ -178,36 +184,45 @@ def _home(run: Path, config: GRPOConfig, names: Collection[str]) -> Path | None:
     """The folder in which the run was started, if it has files that the settings name and this one has not."""
     with contextlib.suppress(OSError):
         began = last_start(run).working_directory(run)
-        files = [file for file in _files(config, names) if not file.is_absolute()]
-        if began is not None and any((began / file).exists() and not file.exists() for file in files):
+        files = [Path(file) for _, file, _ in _files(config, names)]
+        for module in _modules(config, names):
+            files += [Path(f"{module}.py"), Path(module)]
+        if began is not None and any(
+            not file.is_absolute() and (began / file).exists() and not file.exists() for file in files
+        ):
             return began
     return None
 
 
-def _files(config: GRPOConfig, names: Collection[str]) -> Iterator[Path]:
-    """The files that the settings may name: of data, of functions, of modules."""
-    for _, source in _sources(config, names):
-        if source.endswith(".py"):
-            yield Path(source)
-        else:
-            yield from (Path(f"{source.partition('.')[0]}.py"), Path(source.partition(".")[0]))
-    if "data.eval" in names:
-        yield from map(Path, _texts(config.data.eval))
+def _files(config: GRPOConfig, names: Collection[str]) -> list[tuple[str, str, bool]]:
+    """What the settings name that may be a file or a folder: the setting, the name, and whether it is that of a .py
+    file or of a file of data, which can be nothing else."""
+    found = []
+    for setting in names:
+
+        def note(name: str, is_code: bool, setting: str = setting) -> str:
+            is_data = Path(name).suffix in SUFFIXES and not set("*?[:") & set(name)
+            found.append((setting, name, is_code or is_data))
+            return name
+
+        with_files(_value(config, setting), setting, note)
+    return found
 
 
-def _sources(config: GRPOConfig, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """The setting and the file or module of each function that is named, as in "file.py:function"."""
-    for name in names:
-        section, _, key = name.partition(".")
-        if name != "data.eval":
-            found = (
-                text.partition("(")[0].rpartition(":")[0] for text in _texts(getattr(getattr(config, section), key))
-            )
-            yield from ((name, source) for source in found if source)
+def _modules(config: GRPOConfig, names: Collection[str]) -> set[str]:
+    """The top-level modules of the functions that the settings name, as in "module:function"."""
+    texts = [text for name in names for text in _texts(_value(config, name)) if name != "data.eval"]
+    sources = {text.partition("(")[0].rpartition(":")[0] for text in texts}
+    return {source.partition(".")[0] for source in sources if source and not source.endswith(".py")} - {""}
+
+
+def _value(config: GRPOConfig, setting: str) -> Any:
+    section, _, key = setting.partition(".")
+    return getattr(getattr(config, section), key)
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The names in a setting: itself, or those in it. Of a source of data, its path."""
+    """The texts in a setting: itself, or those in it."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -216,8 +231,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _texts(one)
-    elif hasattr(value, "path"):
-        yield from _texts(value.path)
 
 
 def check_nothing_missing(model: str, instead: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, load_config, setting_names, with_settings
+from cohort.config.beside import with_files
 from cohort.errors import ConfigError, RunFolderError
 from cohort.runs.trust import check_files, check_run_settings
 
@@ -123,7 +124,7 @@ def with_whole_names(config: GRPOConfig, names: Collection[str]) -> GRPOConfig:
 
     Args:
         config: the settings.
-        names: the settings to look at. In data and models any name of a file counts, in others one of a .py file.
+        names: the settings to look at.
     """
     table: dict[str, Any] = config.model_dump(exclude_none=True)
     for name in names:
@@ -132,26 +133,16 @@ def with_whole_names(config: GRPOConfig, names: Collection[str]) -> GRPOConfig:
         for parent in parents:
             section = section.get(parent, {})
         if key in section:
-            section[key] = _whole(section[key], any_file=name in ("data.train", "data.eval", "model.path"))
+            section[key] = with_files(section[key], name, _whole)
     return GRPOConfig(**table)
 
 
-def _whole(value: Any, *, any_file: bool) -> Any:
-    if isinstance(value, Mapping):  # of a source of data, only its path is a name of a file
-        files = {key for key in value if any_file and ("path" not in value or key == "path")}
-        return {key: _whole(one, any_file=key in files) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_whole(one, any_file=any_file) for one in value)
-    if not isinstance(value, str):
-        return value
-    file, is_code, function = value.partition(".py:")
-    file += ".py" * bool(is_code)
-    path = Path(file)
+def _whole(name: str, _is_code: bool) -> str:
     try:
-        is_file = (is_code or any_file) and not path.is_absolute() and path.exists()
-    except OSError:  # no name of a file: too long
+        is_file = not Path(name).is_absolute() and Path(name).exists()
+    except (OSError, ValueError):  # no name of a file: too long
         is_file = False
-    return f"{path.absolute()}{':' * bool(is_code)}{function}" if is_file else value
+    return str(Path(name).absolute()) if is_file else name
 
 
 def with_overrides_of_start(
