@@ -79,21 +79,7 @@ def plan(
     longest, length = (round_up(tokens, token_multiple) for tokens in (prefix_length, completion_length))
     per_prompt = max(1, trajectories // len(prompt_lengths))
 
-    def tokens(capacity: Capacity) -> int:
-        row_tokens = math.ceil(row_bytes / token_bytes) if token_bytes else 0
-        return capacity.cells + (capacity.rows + capacity.prompts) * row_tokens
-
-    def size(capacity: Capacity) -> int:
-        return capacity.cells * token_bytes + (capacity.rows + capacity.prompts) * row_bytes
-
-    limits: list[tuple[Callable[[Capacity], int], int, str]] = []
-    if max_tokens is not None:
-        limits.append((tokens, max_tokens, "keys and values of {} tokens, and rollout.cache_tokens is {}"))
-    free = free_bytes(device) if size(Capacity(1, 1, 1, 1)) and not (max_tokens and token_bytes) else None
-    if free is not None:
-        what = f"keys, values and states of {{}} bytes, and {FREE_SHARE:.0%} of the free memory holds {{}}"
-        limits.append((size, int(free * FREE_SHARE), what))
-
+    limits = _limits(max_tokens, token_bytes, row_bytes, device)
     def capacity(rows: int) -> Capacity:
         # Twice the groups that fit the rows: some completions of a group outlast the rest of it.
         prompts = min(len(prompt_lengths), 2 * math.ceil(rows / per_prompt))
@@ -119,3 +105,25 @@ def plan(
                 "rollout.max_completion_length"
             )
     return tight
+
+
+def _limits(
+    max_tokens: int | None, token_bytes: int, row_bytes: int, device: torch.device
+) -> list[tuple[Callable[[Capacity], int], int, str]]:
+    """What a capacity needs, how much of it there may be, and words for both."""
+
+    def tokens(capacity: Capacity) -> int:
+        row_tokens = math.ceil(row_bytes / token_bytes) if token_bytes else 0
+        return capacity.cells + (capacity.rows + capacity.prompts) * row_tokens
+
+    def size(capacity: Capacity) -> int:
+        return capacity.cells * token_bytes + (capacity.rows + capacity.prompts) * row_bytes
+
+    limits: list[tuple[Callable[[Capacity], int], int, str]] = []
+    if max_tokens is not None:
+        limits.append((tokens, max_tokens, "keys and values of {} tokens, and rollout.cache_tokens is {}"))
+    free = free_bytes(device) if size(Capacity(1, 1, 1, 1)) and not (max_tokens and token_bytes) else None
+    if free is not None:
+        what = f"keys, values and states of {{}} bytes, and {FREE_SHARE:.0%} of the free memory holds {{}}"
+        limits.append((size, int(free * FREE_SHARE), what))
+    return limits
