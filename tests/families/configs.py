@@ -113,6 +113,26 @@ SMALL = {
     "vocab_size_per_layer_input": 37,
     "laurel_rank": 4,
     "router_hidden_size": 8,
+    # multipliers
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+    "logit_scale": 0.3,
+    "output_multiplier": 0.4,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "mlp_multipliers": [0.8, 1.2],
+    "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
+    "embedding_scale": 3.0,
+    "routed_scaling_factor": 1.7,
+    "router_scaling_factor": 1.7,
+    "moe_router_scaling_factor": 1.7,
+    "route_scale": 1.7,
 }
 """Settings of the small models, of which each config takes those that it has."""
 

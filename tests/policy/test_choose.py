@@ -2,16 +2,20 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from cohort.policy import Policy
-from cohort.policy.choose import Candidate, first_correct
+from cohort.policy.choose import Candidate, choose_passes, find_head, first_correct
 from cohort.policy.compute import ComputeModel
 from tests.conftest import tiny_llama
-from tests.families.configs import small_model
+from tests.families.configs import small_config, small_model
 from tests.policy.plain import COMPLETIONS, LORA, MIXED, PROMPTS, SINGLE, TEMPERATURE, plain_logps, with_peft
 
 # peft asks transformers for something by its old name; pytest makes warnings errors.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+LAYERS = ["sliding_attention", "full_attention"]
 
 
 class Way:
@@ -70,3 +74,23 @@ def test_half_precision_weights_are_widened_for_a_trial():
     assert policy.can_widen(copying=False)
     assert not policy.can_widen(copying=True)
     assert "(" not in policy.passes.description
+
+
+@pytest.mark.parametrize("model_type", ["hyperclovax", "falcon_h1", "inkling_text"])
+def test_multipliers_of_logits_are_known(model_type):
+    """The settings of the small models are not 1."""
+    policy = ComputeModel(small_model(model_type), SINGLE)
+    ids, head = torch.tensor([[5, 9, 20, 7]]), find_head(policy)
+    with torch.no_grad():
+        expected = policy.model(input_ids=ids).logits[0]
+        got = head.logits(policy.model.get_decoder()(input_ids=ids).last_hidden_state[0])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)  # float32, of other shapes
+
+
+def test_a_window_that_contradicts_the_type_of_its_layer_is_refused():
+    """Transformers masks this model by the types, and the trial is shorter than the window."""
+    settings = {"use_sliding_window": False, "sliding_window": 20, "layer_types": LAYERS}
+    config = type(small_config("smollm3"))(**small_config("smollm3").to_dict() | settings)
+    passes = choose_passes(ComputeModel(AutoModelForCausalLM.from_config(config), SINGLE))
+    assert not passes.shared
+    assert "layer 0 is of type 'sliding_attention', and its window is None" in passes.description

@@ -7,6 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from cohort.config import LoraConfig, ModelConfig
 from cohort.errors import DataError
 from cohort.policy import Policy, load_policy, reads_images
+from cohort.policy.context import hidden_size
 from cohort.policy.lean import LeanLayers
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.checks import describe_policy
@@ -62,6 +63,7 @@ def folder(request, tmp_path_factory):
 def test_text_trains_the_language_model_alone(folder):
     policy = load_policy(str(folder), ModelConfig(precision="float64"), None)
     assert reads_images(policy.model.config)
+    assert hidden_size(policy.model.config) == policy.model.get_input_embeddings().embedding_dim
     assert "on text alone: what reads images is kept as it is" in describe_policy(policy)
     assert isinstance(policy.passes.body, LeanLayers) == ("gemma3" in folder.name)
     assert_plain(policy)

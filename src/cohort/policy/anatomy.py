@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.parallel.full import class_before_sharding
-from cohort.policy.parts import Experts, Gated, Joint, Linear, Norm, UnsupportedModel, need
+from cohort.policy.parts import Experts, Gated, Joint, Linear, Norm, UnsupportedModel, need, need_window_of_type
 
 SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "vaultgemma"})
 """Families whose norms multiply by 1 + weight."""
@@ -37,6 +37,10 @@ FAMILIES = (
 )  # fmt: skip
 """Values of ``config.model_type`` whose code has been read: what a trial of a few tokens does not show, such as factors
 that change beyond a length, is known of them."""
+LOGIT_FACTORS = frozenset({"lm_head_multiplier", "logit_scale", "output_multiplier"})
+LOGIT_DIVISORS = frozenset({"logits_mup_width_multiplier", "logits_scaling"})
+"""Settings that logits are multiplied by (Falcon-H1, Cohere, Muse) and divided by (Inkling, Granite; HyperCLOVA X
+multiplies)."""
 STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn", "ntk_alpha"})
 """Types of rotary embeddings that depend on the position only, not on the length of the sequence."""
 Names = tuple[str | None, str | None, str | None, str | None]
@@ -139,7 +143,7 @@ class Anatomy:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         config, body = model.config.get_text_config(), model.get_decoder()  # of a model that reads images, too
         family = config.model_type
-        need(family in FAMILIES, f"{family!r} is not among {', '.join(sorted(FAMILIES))}")
+        need(family in FAMILIES, f"the code of {family!r} has not been read")
         shifted = family in SHIFTED_NORMS
         embedding = body.embed_tokens
         need(isinstance(embedding, nn.Embedding), f"its embedding is a {type(embedding).__name__}")
@@ -218,10 +222,14 @@ class Anatomy:
 
 
 def logit_multiplier(config: Any) -> float:
-    """What multiplies logits, by the settings of Cohere and Granite."""
-    scale, scaling = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
-    multiplier = float(scale) if scale and not isinstance(scale, str) else 1.0  # in MPT it may be a word
-    return multiplier / float(scaling or 1.0)
+    """What multiplies logits, by the settings of a model's family. A trial finds out if another has one of its own."""
+    divisors = LOGIT_DIVISORS - {"logits_scaling"} if config.model_type == "hyperclovax" else LOGIT_DIVISORS
+    multiplier = 1.0
+    for name in LOGIT_FACTORS | LOGIT_DIVISORS:
+        factor = getattr(config, name, None)
+        if factor and config.model_type != "mpt":  # nothing in transformers reads its factor, which may be a word
+            multiplier = multiplier / float(factor) if name in divisors else multiplier * float(factor)
+    return multiplier
 
 
 def soft_cap(values: Tensor, cap: float | None) -> Tensor:
@@ -244,6 +252,7 @@ def _layer(layer: Any, number: int, config: Any, rotary: Any) -> Layer:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     widths = [count * attention.head_dim for count in (heads, kv_heads, kv_heads)]
     window = _window(attention, config)
+    need_window_of_type(config, number, window)
     rope: str | None = config.layer_types[number] if isinstance(rotary.rope_type, dict) else ""
     only_windows = family in ROTATED_WITHIN_WINDOWS and (family == "cohere2" or config.sliding_window is not None)
     if not getattr(attention, "use_rope", True) or (only_windows and window is None):

@@ -1,4 +1,4 @@
-"""How many tokens a model can read."""
+"""Sizes that a config tells: how many tokens a model can read, and how wide it is."""
 
 from __future__ import annotations
 
@@ -23,3 +23,9 @@ def longrope_length(config: Any) -> int | None:
     ropes = [rope for rope in (found, *found.values()) if isinstance(rope, dict)]  # or one for each type of layer
     lengths = [rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"]
     return min((length for length in lengths if isinstance(length, int) and length > 0), default=None)
+
+
+def hidden_size(config: Any) -> int:
+    """H; 0 if the config has none. A config that reads images has it in that of its language model."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(config, "hidden_size", 0) or 0)

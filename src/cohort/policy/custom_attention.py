@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cohort.parallel.full import call_gathered
 from cohort.policy.compute import ComputeModel
-from cohort.policy.parts import UnsupportedModel, need
+from cohort.policy.parts import UnsupportedModel, need, need_window_of_type
 from cohort.policy.passes import Hidden, Mixing, base_of, recomputed_in
 from cohort.policy.recurrent_layers import ARGUMENT, find_mixers, in_passes, register
 
@@ -122,6 +122,7 @@ def _attention(
     window = others.get("sliding_window")
     known = "sliding_window" in others or not any(getattr(module.config, name, None) for name in WINDOWS)
     need(known, "which of its layers see only part of the tokens is not known")
+    need_window_of_type(module.config, module.layer_idx, window)
     out_ATD = packed.attend(
         module.layer_idx, query[0], key[0], value[0], scaling, window, softcap, None, others.get(SINKS)
     )

@@ -26,6 +26,15 @@ def need(holds: bool, reason: str) -> None:
         raise UnsupportedModel(reason)
 
 
+def need_window_of_type(config: Any, layer: int, window: int | None) -> None:
+    """Raise ``UnsupportedModel`` if a layer's window contradicts its type in the config, by which transformers masks. A
+    trial, which is shorter than most windows, would not show it."""
+    kinds = getattr(config, "layer_types", None) or ()
+    kind = kinds[layer] if layer < len(kinds) else None
+    wrong = "sliding_attention" if window is None else "full_attention"
+    need(kind != wrong, f"layer {layer} is of type {kind!r}, and its window is {window}")
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A LoRA adapter: ``y += scale * (x A^T) B^T``."""

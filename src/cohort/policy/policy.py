@@ -25,6 +25,7 @@ from cohort.policy.adapters import (
 )
 from cohort.policy.choose import choose_passes
 from cohort.policy.compute import ComputeModel, enable_checkpointing
+from cohort.policy.context import hidden_size
 from cohort.policy.deferred import DeferredModel
 from cohort.policy.finite import check_finite_weights
 from cohort.policy.float32_head import use_float32_head
@@ -171,7 +172,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         NonFiniteError: a weight is NaN or infinite.
     """
     device = resolve_device(config.device)
-    precision = resolve_precision(config.precision, device, getattr(model_config, "hidden_size", 0))
+    precision = resolve_precision(config.precision, device, hidden_size(model_config))
     given, model = model, model.load() if isinstance(model, DeferredModel) else model
     quantized = config.quantization != "none" or getattr(model, "is_quantized", False)
     # With adapters, the weights move to the device afterwards: there the frozen ones are in the compute dtype only.

@@ -12,6 +12,7 @@ from cohort.config import GRPOConfig, RolloutConfig
 from cohort.errors import ConfigError
 from cohort.parallel import World
 from cohort.policy import Policy, end_token_ids, resolve_device, resolve_precision
+from cohort.policy.context import hidden_size
 from cohort.rollout.engine import check_capabilities
 from cohort.rollout.local import LocalEngine
 from cohort.rollout.settings import Sampling
@@ -107,9 +108,8 @@ class EngineSetup:
         config, model = self.config, model_config
         if not model._name_or_path:
             raise ConfigError("vllm.start needs a model that was loaded from a folder or hub id; or set vllm.url")
-        precision = resolve_precision(
-            config.model.precision, resolve_device(config.model.device), getattr(model, "hidden_size", 0)
-        )
+        device = resolve_device(config.model.device)
+        precision = resolve_precision(config.model.precision, device, hidden_size(model))
         self.own = OwnServer(
             config.vllm,
             model._name_or_path,
