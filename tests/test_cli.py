@@ -261,6 +261,10 @@ def test_objective_explains_one_with_changes(capsys):
     table = {float(ratio): [one, other] for ratio, one, other in zip(ratios, up, down, strict=True)}
     assert table[1.4] == ["1.4", "-1.4"]  # no clipping at the bound itself
     assert table[1.5] == ["0", "-1.5"]
+    assert main(["objective", "gspo", "--set", "minibatches=2"]) == 0
+    output = capsys.readouterr().out
+    assert "updates      2 minibatches per pass" in output
+    assert "changed      minibatches 4 -> 2" in output
 
 
 @pytest.mark.parametrize(

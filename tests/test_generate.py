@@ -273,7 +273,10 @@ def test_folders_that_are_not_models(tmp_path, capsys, monkeypatch):
     assert "no model folder" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     assert run() == 2
-    assert "the prompt from standard input is empty" in capsys.readouterr().err
+    assert (
+        "the prompt from standard input is empty: give a prompt as an argument, a file with --prompts,"
+        in capsys.readouterr().err
+    )
 
 
 def test_ctrl_c_writes_the_completions_that_have_ended(tmp_path, capsys, monkeypatch, prompts_file):

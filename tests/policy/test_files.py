@@ -3,8 +3,10 @@
 import json
 import shutil
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import LlavaConfig
 
@@ -195,3 +197,16 @@ def test_a_revision_of_a_hub_model_is_the_folder_of_its_snapshot(tmp_path, monke
         chosen_model(tmp_path, settings)
     with pytest.raises(ConfigError, match="an object in memory"):
         chosen_model(object(), settings)
+
+
+def test_the_hub_is_asked_once_where_it_cannot_be_reached(monkeypatch):
+    asked = []
+
+    def unreachable(*arguments):
+        asked.append(arguments)
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
+    with pytest.raises(ModelError, match="so it was taken for a hub id.: the hub cannot be reached, and its cache"):
+        load_tokenizer("nobody/has-this-model")
+    assert asked == [("nobody/has-this-model", "config.json")]

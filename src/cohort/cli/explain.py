@@ -30,9 +30,12 @@ def objective(
         changes: Change parts of it, as in trust_region.high=1.4.
     """
     from cohort.config import parse_settings
+    from cohort.config.objective import ObjectiveConfig
+    from cohort.config.section import explain_errors
     from cohort.presets import PRESETS, preset
 
-    parts = parse_settings([*assignments, *changes])  # before torch is imported, so that mistakes are reported at once
+    # Before torch is imported, so that mistakes are reported at once. A preset carries its minibatches too.
+    parts = parse_settings([*assignments, *changes], also=("minibatches",))
     if name is None:
         if parts:
             raise ConfigError("--set needs a preset to change: cohort objective NAME --set ...")
@@ -41,7 +44,12 @@ def objective(
             print(f"{row.identity:<{width}}  {row.summary}")
         print('\ncohort objective NAME explains one; objective.preset = "NAME" trains with it')
         return
+    minibatches = parts.pop("minibatches", None)  # a number of updates, which no part of the objective depends on
     resolved = preset(name).replace(**parts)
+    if minibatches is not None:
+        with explain_errors(ObjectiveConfig):
+            number = ObjectiveConfig(minibatches=minibatches).resolved_minibatches
+        resolved = resolved.model_copy(update={"minibatches": number})
     from cohort.objective import explain, try_user_functions
 
     try_user_functions(resolved)

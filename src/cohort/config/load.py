@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,10 @@ def with_settings(config: GRPOConfig, other: GRPOConfig, names: Sequence[str]) -
     return GRPOConfig(**table)
 
 
-def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
+def parse_settings(assignments: Sequence[str], also: Collection[str] = ()) -> dict[str, Any]:
     """Parts of an objective from ``["trust_region.high=1.4", "scale=none"]``.
+
+    ``also`` are names beside the parts that are taken.
 
     Raises:
         ConfigError: an item is not NAME=VALUE, or NAME is not a part of an objective.
@@ -177,7 +179,7 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
         part = name.partition(".")[0]
         if part in foreign_names():
             raise ConfigError(f"unknown part {part!r}: {foreign_names()[part].replace('objective.', '')}")
-        if part not in objective_parts() and part in (paths := setting_paths(GRPOConfig)):
+        if part not in {*objective_parts(), *also} and part in (paths := setting_paths(GRPOConfig)):
             raise ConfigError(f"{part} is not a part of an objective but a setting of a run: {paths[part]}")
         settings.append((name, parse_value(text.strip())))
     return nested(settings)

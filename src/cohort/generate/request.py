@@ -263,7 +263,10 @@ def _standard_input() -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"standard input is not {error.encoding} text: {error.reason} at byte {error.start}") from None
     if not text.strip():
-        raise DataError("the prompt from standard input is empty")
+        raise DataError(
+            "the prompt from standard input is empty: give a prompt as an argument, a file with --prompts, or a text "
+            "through the pipe"
+        )
     return text.removesuffix("\n").removesuffix("\r")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ ADAPTER_FILE = "adapter_config.json"
 """The file that marks a folder as an adapter's."""
 PICKLED = ("*.bin", "*.pt", "*.pth")
 """Files of pickled weights."""
+IN_CACHE = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
+"""A hub id with one of these in the cache may need no network."""
 MAX_LISTED = 3
 """Maximum number of tensors that an error names."""
 
@@ -37,6 +40,27 @@ def check_folder(path: str, *, allow_pickled_weights: bool) -> None:
             raise ModelError(f"model folder {path} holds no weights: expected model.safetensors")
         if not allow_pickled_weights:
             raise ModelError(pickled_only(path, pickled[0]))
+
+
+def check_hub(path: str) -> None:
+    """Ask for one file of a hub id that is not in the cache: without a network, transformers asks for one file after
+    the other, with all attempts for each.
+
+    Raises:
+        OSError: the hub cannot be reached.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    with contextlib.suppress(HFValidationError):
+        if Path(path).is_dir() or any(isinstance(try_to_load_from_cache(path, name), str) for name in IN_CACHE):
+            return
+    try:
+        hf_hub_download(path, "config.json")
+    except LocalEntryNotFoundError as error:
+        raise OSError("the hub cannot be reached, and its cache here has no copy of the model") from error
+    except Exception:  # no such model or file, or no right to it, which transformers says better
+        return
 
 
 def check_config(folder: Path) -> None:

@@ -23,6 +23,7 @@ from cohort.policy.files import (
     check_complete,
     check_config,
     check_folder,
+    check_hub,
     read_json_object,
 )
 from cohort.policy.vision import auto_class
@@ -117,6 +118,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
             f"save it there with tokenizer.save_pretrained({path!r})"
         )
     with _errors(f"cannot load a tokenizer from {path!r}", path):
+        check_hub(path)
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
@@ -381,9 +383,7 @@ def _errors(what: str, path: str) -> Iterator[None]:
     except ModelError:
         raise
     except BaseException as error:  # of a broken file, of any type, and a PanicException from libraries in Rust
-        if (
-            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
-        ):  # ... that of a library in Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         hub = "" if Path(path).is_dir() else " (no folder of that name here, so it was taken for a hub id)"
         raise ModelError(f"{what}{hub}: {_first_line(error)}{_flag_for(error)}") from error

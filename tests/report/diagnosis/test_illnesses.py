@@ -12,6 +12,7 @@ import torch
 
 from cohort import GRPOConfig
 from cohort.objective import PRESETS
+from cohort.report.console.state import RunState
 from cohort.report.diagnosis import NAMES, Diagnosis, Level
 from cohort.train.layout import part_of
 from cohort.train.logps import policy_logps
@@ -219,6 +220,8 @@ def test_a_healthy_run_is_only_told_why_its_value_is_zero():
     findings = findings_of(train())
     assert [(one.check, one.level, one.step) for one in findings] == [("value_zero", Level.NOTE, 1)]
     assert "normal" in findings[0].found
+    state, lines = RunState(), train()[0]
+    assert [text for line in lines for text in state.add(line)] == []  # nothing is said of it while the run goes on
 
 
 @pytest.mark.parametrize(("preset", "several"), [("dapo", {}), ("gspo", {"num_iterations": 2, "minibatches": 3})])

@@ -11,6 +11,9 @@ from cohort.report.diagnosis import Diagnosis, Finding, health_line, worst
 from cohort.report.files import DAMAGE, read_file, toml_table
 from cohort.report.words import clean, number
 
+QUIET = ("value_zero",)
+"""Notes on what is normal at the first update of every run: reports and ``cohort diagnose`` have them."""
+
 
 class RunState:
     """The progress and the diagnosis of a run, fed with the lines of its ``metrics.jsonl`` in order.
@@ -32,7 +35,7 @@ class RunState:
         """Take a step's metrics; return what is new to say: findings that begin, worsen or end, and the evaluation."""
         progress = self.progress
         progress.add(metrics)
-        said = [finding_text(one) for one in self._diagnosis.step_or_log(metrics)]
+        said = [finding_text(one) for one in self._diagnosis.step_or_log(metrics) if one.check not in QUIET]
         if metrics["step"]:
             findings = self._diagnosis.findings
             progress.health = health_line(metrics, findings, groups_compared=self._diagnosis.groups_compared)
