@@ -134,3 +134,13 @@ def test_a_key_that_is_neither_a_setting_nor_a_fact():
     ):
         check_keys(["optim.learning_rates"])
     check_keys(["versions", "code"])
+
+
+def test_the_same_file_named_from_another_folder_is_no_change(tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    saved, now = (GRPOConfig(data={"filter": f"{name}:keep"}) for name in ("sub/mine.py", "mine.py"))
+    assert setting_changes(saved, now, began_in=str(tmp_path)) == []
+    for began_in in ("", str(tmp_path / "other")):
+        (found,) = setting_changes(saved, now, began_in=began_in)
+        assert str(found) == "data.filter: the run has 'sub/mine.py:keep', now 'mine.py:keep'"

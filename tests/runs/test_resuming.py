@@ -104,7 +104,7 @@ def test_names_given_to_resume_belong_to_the_working_directory(tmp_path, monkeyp
     assert settings.data.eval == {"a": f"{tmp_path}/more.jsonl", "b": "gone.jsonl"}
     assert settings.reward.functions == (f"{tmp_path}/mine.py:f(a=1)", "math", "gone.py:f")
     assert settings.objective.baseline == f"{tmp_path}/mine.py:b"
-    assert (settings.model.path, settings.vllm.python) == ("org/model", f"{tmp_path}/mine.py")
+    assert (settings.model.path, settings.vllm.python) == ("org/model", "mine.py")
 
 
 def test_resume_starts_a_run_without_a_checkpoint_again(whole, project):

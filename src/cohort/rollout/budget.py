@@ -78,8 +78,8 @@ def plan(
     """
     longest, length = (round_up(tokens, token_multiple) for tokens in (prefix_length, completion_length))
     per_prompt = max(1, trajectories // len(prompt_lengths))
-
     limits = _limits(max_tokens, token_bytes, row_bytes, device)
+
     def capacity(rows: int) -> Capacity:
         # Twice the groups that fit the rows: some completions of a group outlast the rest of it.
         prompts = min(len(prompt_lengths), 2 * math.ceil(rows / per_prompt))

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from cohort.config import GRPOConfig, hide_secrets
+from cohort.config.beside import with_files
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, RunFolderError, did_you_mean
 
@@ -73,13 +74,16 @@ def check_keys(allowed: Collection[str]) -> None:
             raise ConfigError(f"--allow-changed {key}: expected a setting or one of {facts}{did_you_mean(key, known)}")
 
 
-def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = True) -> list[Change]:
+def setting_changes(
+    saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = True, began_in: str = ""
+) -> list[Change]:
     """The settings that differ.
 
     Args:
         saved: the run's settings.
         now: those of this process.
         facts_known: whether the run has stored the facts that stand for ``COMPARED_BY_FACTS``.
+        began_in: the folder that the run's relative names belong to; empty if it is not known.
     """
     # The same objective may be written in several ways.
     same = saved.resolved_objective.settings() == now.resolved_objective.settings()
@@ -95,6 +99,8 @@ def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = T
         before, after = resolved.get(key) or (hide_secrets(value), hide_secrets(new[key]))
         if before == after or key in parts or key == "run.output_dir":
             continue
+        if began_in and _absolute(before, key, began_in) == _absolute(after, key, str(Path.cwd())):
+            continue  # the same files, named from another folder
         if key in COMPARED_BY_FACTS and not (before and after):
             continue  # given in Python, without a name
         harmless = key in MAY_CHANGE_ON_RESUME | by_facts or key.partition(".")[0] in MAY_CHANGE_ON_RESUME
@@ -116,6 +122,18 @@ def _raised_preset(saved: GRPOConfig, now: GRPOConfig, *, same: bool) -> Change 
         return None
     words = f"preset {name} is {after.preset} now; the run has {before.preset}" + (updates and f" ({updates})")
     return Change("objective.preset", words, refused=True, keep=f"--objective.preset {before.preset}")
+
+
+def _absolute(value: Any, setting: str, folder: str) -> Any:
+    """The value of a setting with names of files that do not depend on the working folder."""
+
+    def resolved(name: str, _is_code: bool) -> str:
+        try:
+            return str(Path(folder, Path(name).expanduser()).resolve())
+        except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, with a NUL
+            return name
+
+    return with_files(value, setting, resolved)
 
 
 def fact_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:

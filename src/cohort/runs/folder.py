@@ -43,7 +43,7 @@ from cohort.runs.durable import write_atomically
 from cohort.runs.lines import append_line, as_json
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.saving import replace, save_in_background, save_now
-from cohort.runs.starts import STARTS, Start
+from cohort.runs.starts import STARTS, Start, last_start
 from cohort.runs.tables import write_table
 from cohort.runs.trust import check_files, remember
 from cohort.runs.writer import Write, Writer
@@ -166,8 +166,8 @@ class RunFolder:
         """
         self.check_is_run()
         check_keys(allowed)
-        saved = load_config(self.path / "config.toml", of_run=True)
-        changes = setting_changes(saved, config, facts_known=self._facts_known())
+        saved, began_in = load_config(self.path / "config.toml", of_run=True), last_start(self.path).folder
+        changes = setting_changes(saved, config, facts_known=self._facts_known(), began_in=began_in)
         refuse(self.path, changes, allowed)
         return changes
 
@@ -186,8 +186,8 @@ class RunFolder:
                 hint = f" Its run is {above}."
             elif any((self.path / name).exists() for name in ("config.json", "adapter_config.json")):
                 hint = " It holds a model: to train it, set model.path to it, and run.output_dir to another folder."
-            no_settings = f"{self.path} is not a run folder: it has no config.toml.{hint}"
-            raise RunFolderError(only_settings(self.path) or no_settings)
+            no_run = f"is not a run folder: it has no config.toml.{hint}"
+            raise RunFolderError(only_settings(self.path) or f"{self.path} {no_run}")
 
     def _facts_known(self) -> bool:
         """Whether the run has stored the facts that stand for names in its settings."""
