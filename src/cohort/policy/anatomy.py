@@ -37,8 +37,8 @@ FAMILIES = (
 )  # fmt: skip
 """Values of ``config.model_type`` whose code has been read: what a trial of a few tokens does not show, such as factors
 that change beyond a length, is known of them."""
-LOGIT_FACTORS = frozenset({"lm_head_multiplier", "logit_scale", "output_multiplier"})
-LOGIT_DIVISORS = frozenset({"logits_mup_width_multiplier", "logits_scaling"})
+LOGIT_FACTORS = ("lm_head_multiplier", "logit_scale", "output_multiplier")
+LOGIT_DIVISORS = ("logits_mup_width_multiplier", "logits_scaling")
 """Settings that logits are multiplied by (Falcon-H1, Cohere, Muse) and divided by (Inkling, Granite; HyperCLOVA X
 multiplies)."""
 STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn", "ntk_alpha"})
@@ -223,9 +223,9 @@ class Anatomy:
 
 def logit_multiplier(config: Any) -> float:
     """What multiplies logits, by the settings of a model's family. A trial finds out if another has one of its own."""
-    divisors = LOGIT_DIVISORS - {"logits_scaling"} if config.model_type == "hyperclovax" else LOGIT_DIVISORS
+    divisors = LOGIT_DIVISORS[:1] if config.model_type == "hyperclovax" else LOGIT_DIVISORS
     multiplier = 1.0
-    for name in LOGIT_FACTORS | LOGIT_DIVISORS:
+    for name in LOGIT_FACTORS + LOGIT_DIVISORS:
         factor = getattr(config, name, None)
         if factor and config.model_type != "mpt":  # nothing in transformers reads its factor, which may be a word
             multiplier = multiplier / float(factor) if name in divisors else multiplier * float(factor)
