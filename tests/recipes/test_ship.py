@@ -97,7 +97,7 @@ def test_what_cannot_be_exported_is_refused(run, tmp_path, capsys):
         (["export", str(run), str(tmp_path / "a"), "--checkpoint", "7"], "has no checkpoint of step 7. It has: step 1"),
         (["export", str(run), str(tmp_path / "full")], "exists and is not an empty folder"),
         (["export", str(run), str(tmp_path / "a"), "--private"], "add --push-to-hub USER/NAME"),
-        (["export", str(run / "rollouts"), str(tmp_path / "a")], "holds no tokenizer"),
+        (["export", str(run / "rollouts"), str(tmp_path / "a")], "is neither a run nor a model folder"),
         (["export", str(run), str(tmp_path / "a"), "--dtype", "int8"], "bfloat16"),
     ):
         assert main(arguments) == 2

@@ -11,7 +11,7 @@ import pytest
 
 from cohort.cli import main
 from cohort.config import load_config
-from cohort.errors import ConfigError, RunFolderError
+from cohort.errors import ConfigError, ModelError, RunFolderError
 from cohort.evaluation.command import Request as Evaluation
 from cohort.generate.request import Request as Generation
 from cohort.generate.request import note_on_template, read_rows, render
@@ -147,6 +147,18 @@ def test_folders_that_are_no_models_of_a_run(project, copied, tmp_path):
     (copied / "checkpoints" / "step-2" / "model.safetensors").unlink()
     with pytest.raises(RunFolderError, match=r"step-2 lacks model.safetensors"):
         model_of(str(copied))
+
+
+def test_folders_that_hold_no_model(project, copied, tmp_path, capsys):
+    with pytest.raises(ModelError, match="held is neither a run nor a model folder"):
+        model_of(str(project / "held"))
+    with pytest.raises(ModelError, match=r"give .*run and --checkpoint STEP. It has: step 1, step 2"):
+        model_of(str(copied / "checkpoints"))
+    assert main(["export", str(copied), str(copied / "exp")]) == 2
+    assert f"is inside the run {copied}" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["new", "code", str(tmp_path / "file" / "x")]) == 2
+    assert f"cannot write {tmp_path}/file/x: Not a directory" in capsys.readouterr().err
 
 
 def test_functions_that_have_moved(copied, elsewhere):

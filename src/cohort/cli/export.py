@@ -60,11 +60,13 @@ def export(
     import torch
 
     from cohort.policy import Policy, Precision, load_model, load_tokenizer
-    from cohort.runs.chosen import model_of
+    from cohort.runs.chosen import model_of, run_of
     from cohort.runs.durable import replaced
     from cohort.runs.models import save_model
 
     path, note = model_of(model, checkpoint)
+    if within := next((one for one in target.absolute().parents if run_of(one) == one), None):
+        raise ConfigError(f"{folder} is inside the run {within}, where only the run writes: give another folder")
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     repository = _repository(push_to_hub, private=private) if push_to_hub else None  # before anything takes long
     kept = Precision(torch.float32, torch.float32)

@@ -58,7 +58,10 @@ def written(recipe: shipped.Recipe, target: Path) -> str:
     if target.is_dir() and any(target.iterdir()):
         raise ConfigError(f"{target} is not empty: give another folder, as in 'cohort new {recipe.name} FOLDER'")
     files = sorted(file for file in recipe.folder.iterdir() if file.is_file())
-    target.mkdir(parents=True, exist_ok=True)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from None
     for file in files:
         if file.suffix in (".toml", ".py"):
             text = starter_text(file.read_text(encoding="utf-8"), recipe.name)

@@ -64,8 +64,11 @@ def model_of(model: str, checkpoint: str | None = None) -> tuple[str, str]:
     run = run_of(folder)
     if checkpoint is not None and (run is None or folder != run):
         raise ConfigError(f"--checkpoint chooses a model of a run, and {model} is not the folder of a run")
+    if run is not None and folder == run / "checkpoints":
+        raise ModelError(f"{model} holds the checkpoints of a run: give {run} and --checkpoint STEP. {_models(run)}")
     if run is None:
         check_not_in_run(folder)
+        _check_model_folder(folder, model)
         return model, ""
     note = ""
     if folder == run:
@@ -102,6 +105,21 @@ def _models(run: Path) -> str:
     steps = RunFolder(run).checkpoint_steps()
     best = ["best"] * (run / "best").is_dir()
     return f"It has: {', '.join([*best, *(f'step {step}' for step in steps)]) or 'no model yet'}"
+
+
+def _check_model_folder(folder: Path, model: str) -> None:
+    """Refuse a folder that holds nothing of a model, which is no run's either.
+
+    Raises:
+        ModelError: there is such a folder.
+    """
+    if not folder.is_dir() or any(folder.glob("*config.json")) or any(folder.glob("tokenizer*")):
+        return
+    if any(folder.glob("checkpoints/step-*")):  # of a run that lacks files, which is said elsewhere
+        return
+    raise ModelError(
+        f"{model} is neither a run nor a model folder: it has no config.json, and no run was started in it"
+    )
 
 
 def check_not_in_run(folder: Path) -> None:
