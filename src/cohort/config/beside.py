@@ -74,7 +74,7 @@ def with_files(value: Any, setting: str, change: Callable[[str, bool], str]) -> 
 
 
 def _file_in(text: str, setting: str) -> str:
-    """What a setting's text begins with that may be the name of a file; empty if nothing may be."""
+    """The beginning of a setting's text that may name a file; empty if the setting names none."""
     name, is_code, _ = text.partition(".py:")
     if is_code and setting.startswith(CODE):
         return f"{name}.py"

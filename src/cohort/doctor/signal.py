@@ -67,7 +67,8 @@ def check_signal(
 
 
 def _rewarding_nothing(by_function: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    """The functions that reward nothing: the same to all completions, at most 0; and what it is. None, if all do."""
+    """The functions that give all completions the same reward, at most 0, and a sentence about each; empty if all
+    functions do."""
     found = {}
     for name, rewards in by_function.items():
         scored = [reward for reward in rewards if not math.isnan(reward)]

@@ -72,7 +72,7 @@ def packed_attention(
     if width != value_width:  # kernels want one width; zeros in both change neither scores nor outputs
         require(prefix is None or prefix[1].shape[-1] == value_width, "prefixes alike")
         wider = max(width, value_width)
-        q_ATD, k_ATD, v_ATD, *both = _widened(wider, q_ATD, k_ATD, v_ATD, *(prefix or ()))
+        q_ATD, k_ATD, v_ATD, *both = widened(wider, q_ATD, k_ATD, v_ATD, *(prefix or ()))
         return packed_attention(
             q_ATD, k_ATD, v_ATD, layout, scaling=scaling, prefix=(both[0], both[1]) if both else None, window=window,
             cap=cap, sinks=sinks, native=native, drawn_N=drawn_N,
@@ -102,9 +102,9 @@ def kernel_dtype(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32) if kind_of(like.device) == "cpu" else like.dtype
 
 
-def _widened(width: int, *parts: Tensor) -> list[Tensor]:
-    """Tensors whose last axis has a width, with zeros at its end."""
-    return [functional.pad(part, (0, width - part.shape[-1])) for part in parts]
+def widened(width: int, *parts: Tensor) -> list[Tensor]:
+    """Tensors with zeros at the end of their last axis, which then has this width; unchanged if it has."""
+    return [part if part.shape[-1] == width else functional.pad(part, (0, width - part.shape[-1])) for part in parts]
 
 
 def _to(dtype: torch.dtype, *parts: Any) -> list[Any]:

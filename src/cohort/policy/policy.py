@@ -51,8 +51,8 @@ class Policy(ComputeModel):
         return choose_passes(self)
 
     def text_logits(self, input_ids: Tensor, *, keep: int, **arguments: Any) -> Any:
-        """As ``logits``, by what an update runs: of a model that also reads images the language model alone. The whole
-        model may put something else than their embeddings in the place of tokens that stand for images (Gemma 4)."""
+        """As ``logits``, computed as in an update: a model that also reads images runs its language model alone. The
+        whole model may replace the embeddings of image tokens (Gemma 4)."""
         if not reads_images(getattr(self.model, "config", None)) or self.passes.head.linear is None:
             return self.logits(input_ids, keep=keep, **arguments)
         run = functools.partial(base_of(self.model).get_decoder(), input_ids=input_ids, **arguments)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy import Policy
+from cohort.policy.attention import widened
 from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.head import in_like_shapes
@@ -124,7 +125,7 @@ class SharedBackend(Backend):
         logits = self._run(prompts, PackedPass(Layout(lengths, self.policy.device), self._native, read=found))
         first = self.cache.add_prompts(lengths)
         for layer, number in self._layers.items():
-            k, v = (_widened(part, self._width).split(lengths, 1) for part in found[layer])
+            k, v = (part.split(lengths, 1) for part in widened(self._width, *found[layer]))
             for prompt in range(len(prompts)):
                 self.cache.write_prompt(number, first + prompt, k[prompt].transpose(0, 1), v[prompt].transpose(0, 1))
         self.states.add_prompts(self._states_in(found), len(prompts))
@@ -170,7 +171,7 @@ class SharedBackend(Backend):
         layout = Layout(lengths, self.policy.device, range(len(rows)), before)
         logits = self._run(texts, PackedPass(layout, self._native, read=found, prefixes=prefixes))
         for layer, number in self._layers.items():
-            k, v = (_widened(part, self._width).split(lengths, 1) for part in found[layer])
+            k, v = (part.split(lengths, 1) for part in widened(self._width, *found[layer]))
             for index, row in enumerate(rows):
                 self.cache.append(number, row, k[index].transpose(0, 1), v[index].transpose(0, 1))
         self.cache.grow(rows, lengths)
@@ -207,11 +208,6 @@ class SharedBackend(Backend):
         """See ``Backend``."""
         self.cache.release(handle)
         self.states.release(handle)
-
-
-def _widened(values: Tensor, width: int) -> Tensor:
-    """Values with zeros at the end of their last axis, which then has a width."""
-    return functional.pad(values, (0, width - values.shape[-1])) if values.shape[-1] < width else values
 
 
 class Probe(PackedPass):
@@ -270,8 +266,8 @@ class Step:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See ``Mixing``."""
-        width, parts = self._cache.width, (q, k, v)
-        q_SAD, k_SAD, v_SAD = (_widened(part[:, : self.tokens].transpose(0, 1), width) for part in parts)
+        parts = (part[:, : self.tokens].transpose(0, 1) for part in (q, k, v))
+        q_SAD, k_SAD, v_SAD = widened(self._cache.width, *parts)
         number = self._layers[layer]
         with torch.autocast(q.device.type, enabled=False):
             self._cache.write_rows(number, self._layout, k_SAD, v_SAD)

@@ -162,9 +162,9 @@ def refuse(path: Path, changes: Sequence[Change], allowed: Collection[str]) -> N
     keys = " ".join(f"--allow-changed {change.key}" for change in refused)
     names = ", ".join(repr(change.key) for change in refused)
     kept = " ".join(change.keep for change in refused if change.keep)
-    how = (
-        f"To keep what the run has: {kept}\n" if kept else ""
-    ) + f"To go on all the same: {keys}; in Python, train(resume=True, allow_changed=[{names}])"
+    how = f"To go on all the same: {keys}; in Python, train(resume=True, allow_changed=[{names}])"
+    if kept:
+        how = f"To keep what the run has: {kept}\n{how}"
     if fixed := [change.key for change in refused if change.key in NEVER]:
         how = f"The checkpoint does not fit another {fixed[0]}: start a new run with the checkpoint as model.path"
     raise RunFolderError(f"cannot resume {path}: what changes its results is different now\n  {lines}\n{how}")

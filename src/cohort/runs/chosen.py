@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
 from cohort.runs.reading import read_best
 from cohort.runs.starts import last_start, with_whole_names
-from cohort.runs.trust import check_run_settings, module_origin
+from cohort.runs.trust import check_run_settings, module_origin, texts_in
 
 NAMES = (
     "data.eval",
@@ -229,7 +229,7 @@ def _files(config: GRPOConfig, names: Collection[str]) -> list[tuple[str, str, b
 
 def _modules(config: GRPOConfig, names: Collection[str]) -> set[str]:
     """The top-level modules of the functions that the settings name, as in "module:function"."""
-    texts = [text for name in names for text in _texts(_value(config, name)) if name != "data.eval"]
+    texts = [text for name in names for text in texts_in(_value(config, name)) if name != "data.eval"]
     sources = {text.partition("(")[0].rpartition(":")[0] for text in texts}
     return {source.partition(".")[0] for source in sources if source and not source.endswith(".py")} - {""}
 
@@ -237,18 +237,6 @@ def _modules(config: GRPOConfig, names: Collection[str]) -> set[str]:
 def _value(config: GRPOConfig, setting: str) -> Any:
     section, _, key = setting.partition(".")
     return getattr(getattr(config, section), key)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts in a setting: itself, or those in it."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _texts(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one)
 
 
 def check_nothing_missing(model: str, instead: str) -> None:

@@ -92,7 +92,7 @@ def code_in(config: GRPOConfig, run: Path | None = None) -> list[Code]:
     found += [
         Code(f"objective.{name}", text)
         for name, value in config.objective.changes().items()
-        for text in _texts(value)
+        for text in texts_in(value)
         if ":" in text
     ]
     models = [config.model.path, *([str(run.resolve())] if run else [])]
@@ -116,13 +116,14 @@ def _sources(given: Any) -> Iterator[Any]:
             yield one
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts in a setting's value: itself, or those in a table or a list."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for item in value.values() for text in _texts(item))
+        yield from (text for item in value.values() for text in texts_in(item))
     elif isinstance(value, list | tuple):
-        yield from (text for item in value for text in _texts(item))
+        yield from (text for item in value for text in texts_in(item))
 
 
 def _servers(config: GRPOConfig) -> list[Code]:
