@@ -14,9 +14,10 @@ prompts, reward (the number of even tokens), objective and optimizer are the sam
 
 TRL runs in several settings (precision, completions per backward pass, its continuous batching), and the fastest one
 counts. ``--trl-precisions``, ``--batches`` and ``--no-continuous`` restrict them, ``--patience`` gives up the ones
-whose step takes longer: on a processor without bfloat16 units autocast takes minutes where float32 takes seconds. Cohort and every setting have a process of their own and take turns, a step each, after one to warm up.
-``ratio`` is TRL's median over Cohort's. What a step did is read from the trainers and stands beside the times:
-completion tokens, optimizer steps, the share of parameters that changed; a step that did less is an error.
+whose step takes longer: on a processor without bfloat16 units autocast takes minutes where float32 takes seconds.
+Cohort and every setting have a process of their own and take turns, a step each, after one to warm up. ``ratio`` is
+TRL's median over Cohort's. What a step did is read from the trainers and stands beside the times: completion tokens,
+optimizer steps, the share of parameters that changed; a step that did less is an error.
 
 Memory is the peak of a side's process over all its steps, and that less what it held once its model was built: weights
 are not in it, gradients and the optimizer's state are. ``memory_ratio`` is of the latter, Cohort's over TRL's in its
