@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 LOADED = (
     *("torch", "transformers", "transformers.models.llama.modeling_llama", "cohort.trainer", "cohort.cli.main"),
-    *("cohort.generate.run", "cohort.evaluation", "cohort.train.signals", "pyarrow.parquet"),
+    *("cohort.generate.run", "cohort.evaluation", "cohort.train.signals", "pyarrow.parquet", "torch.distributed.fsdp"),
 )
 
 SINGLE_THREADED = {
