@@ -148,7 +148,9 @@ def _trials_are_made_once(_mistakes_in_trials_are_raised: None) -> Iterator[None
         shapes = [(name, one.shape, one.dtype, one.requires_grad) for name, one in model.model.named_parameters()]
         saving = [name for name, one in model.model.named_modules() if getattr(one, "gradient_checkpointing", False)]
         attention = model.model.config._attn_implementation
-        return repr((gaps.__module__, chosen.description, shapes, saving, attention, model.model.config, model.precision))
+        return repr(
+            (gaps.__module__, chosen.description, shapes, saving, attention, model.model.config, model.precision)
+        )
 
     for module in modules:
         module.first_correct = first_correct
