@@ -208,18 +208,12 @@ def _load_dataset(source: str, split: str, *, streaming: bool) -> tuple[Any, str
         repository, _, configuration = source.partition(":")
         found = datasets.load_dataset(repository, configuration or None, split=split, streaming=streaming)
         return found, f"the data set {source!r}, split {split!r},"
-    except Exception as error:
-        raise not_loaded(f"{source!r}, split {split!r}", error) from error
-
-
-def not_loaded(what: str, error: Exception) -> DataError:
-    """The error for a data set that ``datasets`` cannot load, for one of many reasons: missing, offline, several
-    configurations, no such split."""
-    detail = next(iter(str(error).splitlines()), type(error).__name__)
-    return DataError(
-        f"cannot load the data set {what} (a name that is no file or folder in {Path.cwd()} is looked up on the "
-        f"Hugging Face hub; without a network, only cached data sets can be loaded): {detail}"
-    )
+    except Exception as error:  # datasets raises many kinds: missing, offline, several configurations, no such split
+        detail = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"cannot load the data set {source!r}, split {split!r} (a name that is no file or folder in {Path.cwd()} "
+            f"is looked up on the Hugging Face hub; without a network, only cached data sets can be loaded): {detail}"
+        ) from error
 
 
 def _errors_named(rows: Iterator[Any], where: str) -> Iterator[Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers.hf_argparser import HfArg
 
-from cohort.data.source import not_loaded
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, DataError
 
 
 @dataclass
@@ -111,9 +111,13 @@ def load_named(path: str, **options: Any) -> Any:
 
     try:
         return datasets.load_dataset(path, **options)
-    except Exception as error:
+    except Exception as error:  # datasets raises many kinds
+        detail = next(iter(str(error).splitlines()), type(error).__name__)
         shown = "".join(f", {key} {options[key]!r}" for key in ("name", "split") if options.get(key))
-        raise not_loaded(f"{path!r}{shown}", error) from error
+        raise DataError(
+            f"cannot load the data set {path!r}{shown} (a name that is no file or folder in {Path.cwd()} is looked up "
+            f"on the Hugging Face hub): {detail}"
+        ) from error
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
