@@ -28,8 +28,13 @@ from cohort.report.console.lines import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
-from cohort.runs import Beginning, Resume, RunFolder, Start, save_merged, save_model, set_seed
+from cohort.runs.auto import Beginning, Resume
+from cohort.runs.folder import RunFolder
+from cohort.runs.generators import set_seed
+from cohort.runs.models import save_model
 from cohort.runs.output import closed_on_error, closing, find_folder, log_to
+from cohort.runs.saving import save_merged
+from cohort.runs.starts import Start
 from cohort.train import Adaptive, Companion, Optimizer, TrainerParts, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_rewards, checked_settings, chosen_model, load_rows, model_name
