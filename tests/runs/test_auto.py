@@ -8,8 +8,8 @@ from cohort.cli import main
 from cohort.config import GRPOConfig, to_toml
 from cohort.errors import RunFolderError
 from cohort.runs.anew import clear
-from cohort.runs.auto import Beginning, find_run
 from cohort.runs.folder import RunFolder
+from cohort.runs.output import Beginning, find_run
 from cohort.runs.starts import Start
 from tests.conftest import DEMO_MODEL
 

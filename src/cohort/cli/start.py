@@ -15,7 +15,7 @@ from cohort.errors import Stopped
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig
-    from cohort.runs.auto import Resume
+    from cohort.runs.output import Resume
     from cohort.runs.starts import Start
     from cohort.trainer import GRPOTrainer
 
@@ -41,8 +41,7 @@ def run_training(
         missing: what a run that was begun in Python has no name for.
     """
     from cohort.parallel import World, on_main
-    from cohort.runs.auto import Beginning
-    from cohort.runs.output import closed_on_error, find_folder
+    from cohort.runs.output import Beginning, closed_on_error, find_folder
     from cohort.runs.starts import Start
 
     world = World.of_environment(timeout=settings.parallel.rank_timeout)
