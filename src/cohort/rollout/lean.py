@@ -26,7 +26,7 @@ from torch.nn import functional
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, soft_cap
-from cohort.policy.lean import rotated
+from cohort.policy.fused import rotated
 from cohort.policy.parts import Experts, Norm, UnsupportedModel
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
