@@ -18,8 +18,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from cohort.errors import RunFolderError
 from cohort.parallel import on_main
-from cohort.runs import RunFolder, steps_of, write_atomically
+from cohort.runs.durable import write_atomically
+from cohort.runs.folder import RunFolder
 from cohort.runs.output import find_folder
+from cohort.runs.reading import steps_of
 
 log = logging.getLogger("cohort.trl")
 SAVED = ("config.json", "adapter_config.json", "*.safetensors", f"{PREFIX_CHECKPOINT_DIR}-*")

@@ -21,8 +21,8 @@ from cohort.errors import FIXABLE, ConfigError, Stopped
 from cohort.parallel import on_main
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
-from cohort.runs import CONTINUED_BY
 from cohort.runs.checkpoints import load_weights
+from cohort.runs.starts import CONTINUED_BY
 from cohort.train.resume import RunEndedError
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
