@@ -65,9 +65,10 @@ class Fused:
             return out
         return rotated(x_TAD.to(self.wide), cos_TR[:, None], sin_TR[:, None], neighbours=neighbours).to(self.narrow)
 
-    def gate(self, gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
-        """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype."""
-        gate, up = gate.to(self.narrow), up.to(self.narrow)  # adapters may return a wider dtype
+    def gate(self, gate: Tensor, up: Tensor, *, gelu: bool, wide: bool = False) -> Tensor:
+        """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype, or in the wide one."""
+        dtype = self.wide if wide else self.narrow
+        gate, up = gate.to(dtype), up.to(dtype)  # adapters may return a wider dtype
         if self.native:
             out: Tensor = _Gate.apply(gate, up, gelu)  # type: ignore[no-untyped-call]
             return out

@@ -25,16 +25,15 @@ from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.head import in_like_shapes
 from cohort.policy.layout import Layout
 from cohort.policy.parts import need
-from cohort.policy.passes import Hidden, KeysValues, PackedPass, StateKey
-from cohort.policy.recurrent import Recurrence
+from cohort.policy.passes import Hidden, KeysValues, PackedPass
+from cohort.policy.recurrent import Recurrence, StateKey
 from cohort.rollout import cache as storage
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.cast import CastWeights
 from cohort.rollout.group_attention import attend_in_two_parts
-from cohort.rollout.native.recurrent import STEPS, convolve_step
-from cohort.rollout.states import RowStates
+from cohort.rollout.states import RowStates, StateStep
 
 
 class SharedBackend(Backend):
@@ -246,8 +245,8 @@ class Step:
         native: bool,
     ) -> None:
         self.tokens = layout.count
-        self._native = native
-        self._cache, self._states, self._layout, self._layers = cache, states, layout, layers
+        self._recurring = StateStep(states, layout.count, native=native)
+        self._cache, self._layout, self._layers = cache, layout, layers
 
     def select(self, found: Hidden) -> Hidden:
         """See ``Mixing``."""
@@ -275,16 +274,12 @@ class Step:
         out = out[..., : v.shape[-1]].transpose(0, 1)
         return functional.pad(out, (0, 0, 0, self._layout.padding)).to(v.dtype)
 
-    def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
-        """See ``Mixing``."""
-        tails = self._states[key]
-        if self._native and x_TH.dtype == weight.dtype == tails.dtype == torch.float32:
-            return convolve_step(x_TH, weight, tails)
-        whole = torch.cat([tails.to(x_TH.dtype), x_TH[:, None]], 1)
-        tails.copy_(whole[:, 1:])
-        return (whole.to(weight.dtype) * weight.T).sum(1)
+    def convolve(
+        self, key: StateKey, x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, **flags: bool
+    ) -> Tensor:
+        """See ``Recurring``."""
+        return self._recurring.convolve(key, x_TH, weight, bias, **flags)
 
-    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:  # noqa: ARG002
-        """See ``Mixing``."""
-        step = STEPS[recurrence] if self._native else recurrence.step
-        return step(*values, self._states[key])
+    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
+        """See ``Recurring``."""
+        return self._recurring.recur(key, recurrence, values, zeros)

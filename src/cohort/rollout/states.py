@@ -7,9 +7,13 @@ from itertools import count
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from cohort.policy.passes import StateKey
+from cohort.native import DTYPES
+from cohort.policy.convolution import convolve_into, convolve_step
+from cohort.policy.recurrent import Recurrence, StateKey
 from cohort.rollout.capacity import moves_for_removal, order_after_removal
+from cohort.rollout.native.recurrent import STEPS
 
 States = Mapping[StateKey, Tensor]
 """All states of one text."""
@@ -85,3 +89,35 @@ class RowStates:
         index = torch.tensor(list(rows))
         for key, parts in states.items():
             self._rows[key][index.to(parts.device)] = parts.to(self._rows[key].dtype)
+
+
+class StateStep:
+    """What mixes the tokens of recurrent layers in a decode step, one of each row; see ``policy.recurrent.Recurring``.
+
+    Args:
+        states: of the rows; written over.
+        count: the number of rows.
+        native: whether to use native kernels.
+    """
+
+    def __init__(self, states: RowStates, count: int, *, native: bool) -> None:
+        self._states, self._count, self._native = states, count, native
+        self._starts = torch.arange(count + 1)
+
+    def convolve(
+        self, key: StateKey, x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, **flags: bool
+    ) -> Tensor:
+        """See ``Recurring``."""
+        tails = self._states[key]
+        if self._native and x_TH.dtype in DTYPES:
+            out = x_TH.new_zeros(len(x_TH), tails.shape[2])
+            bias = None if bias is None else bias.float()
+            convolve_into(out, tails, x_TH, tails, weight.T.float(), bias, self._starts, **flags)
+            return out
+        return convolve_step(x_TH, tails, weight, bias, **flags)
+
+    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:  # noqa: ARG002
+        """See ``Recurring``."""
+        step, padding = STEPS[recurrence] if self._native else recurrence.step, len(values[0]) - self._count
+        out = step(*(part[: self._count] if part.ndim > 1 else part for part in values), self._states[key])
+        return functional.pad(out, (0, 0) * (out.ndim - 1) + (0, padding)) if padding else out
