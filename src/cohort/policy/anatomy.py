@@ -189,7 +189,7 @@ class Anatomy:
         found: list[Tensor] = [self.embedding.weight, self.norm.weight]
         found += [norm.weight for layer in self.layers for norm in layer.norms]
         found += [layer.sinks for layer in self.layers if layer.sinks is not None]
-        found += [weight for layer in self.layers if layer.mixer is not None for weight in layer.mixer.parameters]
+        found += [weight for mixer in self.mixers for weight in mixer.parameters]
         for linear in self.linears():
             found += [linear.weight, *([] if linear.bias is None else [linear.bias])]
             found += [weight for adapter in linear.adapters for weight in (adapter.a, adapter.b)]
@@ -232,6 +232,11 @@ class Anatomy:
     def attention_layers(self) -> list[int]:
         """The numbers of the layers that have attention."""
         return [number for number, layer in enumerate(self.layers) if layer.mixer is None]
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """Those of the layers that have no attention."""
+        return [layer.mixer for layer in self.layers if layer.mixer is not None]
 
     @property
     def has_experts(self) -> bool:

@@ -90,6 +90,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> Tensor:
     return torch.cat([x, rest], dim=-1) if rest.shape[-1] else x
 
 
+def split_gate(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Queries that each have a gate beside them, ``[T, A 2 D]``, and those gates: ``[T, A D]`` each."""
+    parts = q.unflatten(-1, (-1, 2, width))
+    return parts[:, :, 0].flatten(1), parts[:, :, 1].flatten(1)
+
+
+def gated(out_T: Tensor, gate_TW: Tensor | None) -> Tensor:
+    """An attention's output, ``[T, ...]``, times the sigmoid of its gate; ``[T, W]``."""
+    out_TW = out_T.flatten(1)
+    return out_TW if gate_TW is None else out_TW * gate_TW.sigmoid()
+
+
 class _AddNorm(torch.autograd.Function):
     """The sum of x and an update, and its norm; without an update the norm alone."""
 

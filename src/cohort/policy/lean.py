@@ -17,7 +17,7 @@ from torch.nn import functional
 from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.anatomy import Anatomy, Layer
 from cohort.policy.compute import ComputeModel
-from cohort.policy.fused import Fused
+from cohort.policy.fused import Fused, gated, split_gate
 from cohort.policy.head import gradient_of, in_like_shapes, takes_in_place
 from cohort.policy.parts import Experts, Gated, Norm, need
 from cohort.policy.passes import Hidden, PackedPass
@@ -114,9 +114,7 @@ class LeanLayers:
         x, normed = self._add_norm(x, update, layer.before_mlp)
         return x, self._scaled(self._mlp(layer.mlp, normed), layer.after_mlp)
 
-    def _mixed(
-        self, number: int, normed: Tensor, angles: Angles, packed: PackedPass, drawn_N: Tensor | None
-    ) -> Tensor:
+    def _mixed(self, number: int, normed: Tensor, angles: Angles, packed: PackedPass, drawn_N: Tensor | None) -> Tensor:
         """What a layer projects to its first update, ``[T, width]``; of a pass that only reads, nothing in its last
         layer."""
         anatomy, layer = self.anatomy, self.anatomy.layers[number]
@@ -127,12 +125,9 @@ class LeanLayers:
             packed.record(number, k, v)
             return normed
         out_ATD = packed.attend(number, q, k, v, anatomy.scaling, layer.window, anatomy.score_cap, drawn_N, layer.sinks)
-        out = out_ATD.transpose(0, 1).flatten(1)
-        return out if gate is None else out * gate.sigmoid()
+        return gated(out_ATD.transpose(0, 1), gate)
 
-    def _queries_keys_values(
-        self, layer: Layer, normed: Tensor, angles: Angles
-    ) -> tuple[list[Tensor], Tensor | None]:
+    def _queries_keys_values(self, layer: Layer, normed: Tensor, angles: Angles) -> tuple[list[Tensor], Tensor | None]:
         """Normed and rotated, ``[A, T, D]`` each; and the gate of the output, ``[T, A D]``."""
         anatomy, fused, whole = self.anatomy, self.fused, layer.norms_whole(self.anatomy.head_dim)
 
@@ -140,9 +135,7 @@ class LeanLayers:
             return [self._norm(part, norm) for part, norm in zip((q, k), layer.qk_norms or (), strict=True)]
 
         q, k, v = layer.qkv(normed)
-        gate = None
-        if layer.gated:
-            q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2, anatomy.head_dim)).unbind(-2))
+        q, gate = split_gate(q, anatomy.head_dim) if layer.gated else (q, None)
         if whole:
             q, k = norms(q, k)
         q, k, v = (torch.unflatten(part, -1, (-1, anatomy.head_dim)) for part in (q, k, v))

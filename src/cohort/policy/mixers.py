@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -78,7 +77,13 @@ class GatedDelta:
         q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], -1)
         q, k = (unit(part.unflatten(-1, (-1, module.head_k_dim))) for part in (q, k))
         decay = -module.A_log.to(wide).exp() * functional.softplus(decay.to(wide) + module.dt_bias.to(wide))
-        values = q * module.head_k_dim**-0.5, k, v.unflatten(-1, (-1, module.head_v_dim)), decay, written.to(wide).sigmoid()
+        values = (
+            q * module.head_k_dim**-0.5,
+            k,
+            v.unflatten(-1, (-1, module.head_v_dim)),
+            decay,
+            written.to(wide).sigmoid(),
+        )
         zeros = v.new_zeros(module.num_v_heads, module.head_k_dim, module.head_v_dim)
         out_TAD = recurring.recur(_key(module), DELTA_RULE, values, zeros)
         out_TAD = fused.norm(out_TAD, module.norm.weight.to(wide), module.norm.variance_epsilon)

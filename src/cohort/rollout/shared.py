@@ -33,7 +33,7 @@ from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.cast import CastWeights
 from cohort.rollout.group_attention import attend_in_two_parts
-from cohort.rollout.states import RowStates, StateStep
+from cohort.rollout.states import RowStates, StateStep, states_in
 
 
 class SharedBackend(Backend):
@@ -70,8 +70,8 @@ class SharedBackend(Backend):
         self._group, self._heads, *self._widths = shapes.pop() if shapes else (1, 1, 1, 1)
         self._width = max(self._widths)  # as which both keys and values are stored
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
-        states = [parts[0] for key, parts in probe.found.items() if key not in self._layers]
-        self._state_bytes = sum(state.nbytes for state in states)
+        states = states_in(probe.found)
+        self._state_bytes = sum(state.nbytes for state in states.values())
         self.description = "prompts once per group, rows refilled, transformers' modules" + (
             ", states of recurrent layers copied for each row" if states else ""
         )
@@ -127,11 +127,8 @@ class SharedBackend(Backend):
             k, v = (part.split(lengths, 1) for part in widened(self._width, *found[layer]))
             for prompt in range(len(prompts)):
                 self.cache.write_prompt(number, first + prompt, k[prompt].transpose(0, 1), v[prompt].transpose(0, 1))
-        self.states.add_prompts(self._states_in(found), len(prompts))
+        self.states.add_prompts(found, len(prompts))
         return logits
-
-    def _states_in(self, found: KeysValues) -> dict[StateKey, Tensor]:
-        return {key: parts[0] for key, parts in found.items() if key not in self._layers}
 
     def _run(self, texts: Sequence[Sequence[int]], packed: PackedPass) -> Tensor:
         """The logits after each text."""
@@ -174,7 +171,7 @@ class SharedBackend(Backend):
             for index, row in enumerate(rows):
                 self.cache.append(number, row, k[index].transpose(0, 1), v[index].transpose(0, 1))
         self.cache.grow(rows, lengths)
-        self.states.write(rows, self._states_in(found))
+        self.states.write(rows, found)
         return logits
 
     def add_rows(self, prompts: Sequence[int]) -> None:
@@ -195,7 +192,7 @@ class SharedBackend(Backend):
     def park(self, row: int) -> int:
         """See ``Backend``."""
         handle = self.cache.park(row)
-        assert handle == self.states.park(row), "both count the rows that were parked"
+        self.states.park(row, handle)
         return handle
 
     def resume(self, handles: Sequence[int]) -> None:

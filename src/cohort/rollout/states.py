@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch.nn import functional
 
 from cohort.native import DTYPES
 from cohort.policy.convolution import convolve_into, convolve_step
+from cohort.policy.passes import KeysValues
 from cohort.policy.recurrent import Recurrence, StateKey
 from cohort.rollout.capacity import moves_for_removal, order_after_removal
 from cohort.rollout.native.recurrent import STEPS
@@ -32,10 +32,10 @@ class RowStates:
         self._rows: dict[StateKey, Tensor] = {}
         self._prompts: list[States] = []
         self._parked: dict[int, States] = {}
-        self._handles = count()
 
-    def add_prompts(self, states: Mapping[StateKey, Tensor], number: int) -> None:
-        """Add prompts, numbered after those held, with their states, ``[prompts, ...]`` each."""
+    def add_prompts(self, found: KeysValues, number: int) -> None:
+        """Add prompts, numbered after those held, with what recurrent layers left of them, ``[prompts, ...]`` each."""
+        states = states_in(found)
         self._prompts += [{key: parts[prompt] for key, parts in states.items()} for prompt in range(number)]
         for key, parts in states.items():
             if key not in self._rows:
@@ -62,11 +62,9 @@ class RowStates:
         """Forget prompts; the last ones take their numbers."""
         self._prompts = [self._prompts[prompt] for prompt in order_after_removal(prompts, len(self._prompts))]
 
-    def park(self, row: int) -> int:
-        """Copy the states of a row; returns a handle."""
-        handle = next(self._handles)
+    def park(self, row: int, handle: int) -> None:
+        """Copy the states of a row, to be found by a handle."""
         self._parked[handle] = {key: states[row].clone() for key, states in self._rows.items()}
-        return handle
 
     def resume(self, handles: Sequence[int]) -> None:
         """Add rows with the states of parked ones."""
@@ -84,11 +82,16 @@ class RowStates:
         """Copies of the states of some rows."""
         return {key: (states[list(rows)],) for key, states in self._rows.items()}
 
-    def write(self, rows: Sequence[int], states: Mapping[StateKey, Tensor]) -> None:
+    def write(self, rows: Sequence[int], found: KeysValues) -> None:
         """Store new states of some rows."""
         index = torch.tensor(list(rows))
-        for key, parts in states.items():
+        for key, parts in states_in(found).items():
             self._rows[key][index.to(parts.device)] = parts.to(self._rows[key].dtype)
+
+
+def states_in(found: KeysValues) -> dict[StateKey, Tensor]:
+    """The states of recurrent layers in what a pass reads; the rest are keys and values, by the layer's number."""
+    return {key: parts[0] for key, parts in found.items() if isinstance(key, tuple)}
 
 
 class StateStep:
