@@ -16,7 +16,6 @@ prompt, M largest number of rows of one prompt, L tokens of a text that is read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -36,7 +35,7 @@ from cohort.policy.recurrent import Recurring
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.group_attention import attend_in_two_parts, softmax
+from cohort.rollout.group_attention import attend_causally, attend_in_two_parts
 from cohort.rollout.native import Decoder, Kernels, SlotCache
 from cohort.rollout.states import RowStates, StateStep
 from cohort.rollout.weights import DecoderWeights, LayerWeights
@@ -273,34 +272,15 @@ class LeanBackend(Backend):
             for index, length in zip(indices, lengths, strict=True):
                 span = slice(start, start + length)
                 start += length
-                attended[span] = self._attend_causally(q[span], *store(number, index, k[span], v[span]), layer)
+                parts = (part.to(self._cache_dtype) for part in (q[span], *store(number, index, k[span], v[span])))
+                settings = self.anatomy.scaling, layer.window, self.anatomy.score_cap, layer.sinks
+                attended[span] = attend_causally(*parts, *settings)
             return attended
 
         x = self._layers(x, rotations, recurring, attend)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         x = functional.pad(x[last], (0, 0, 0, -len(lengths) % ROW_MULTIPLE))
         return self._logits(self._norm(x, self.anatomy.norm))[: len(lengths)]
-
-    def _attend_causally(self, q_LAD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: Layer) -> Tensor:
-        """Attention of a text over the tokens before it and itself: the last L of T tokens."""
-        length, total, cap = q_LAD.shape[0], k_TKD.shape[0], self.anatomy.score_cap
-        q, k, v = (part.to(self._cache_dtype).transpose(0, 1)[None] for part in (q_LAD, k_TKD, v_TKD))
-        mask, plain = None, cap is None and layer.sinks is None
-        if not plain or total > length or (layer.window is not None and length > layer.window):
-            positions = torch.arange(total, device=q.device)
-            back = positions[total - length :, None] - positions
-            mask = (back >= 0) & (back < (layer.window or math.inf))
-        if plain:
-            out = functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.anatomy.scaling, enable_gqa=True
-            )
-        else:
-            assert mask is not None
-            share = q.shape[1] // k.shape[1]
-            scores = (q @ k.repeat_interleave(share, 1).mT).to(self._wide).mul_(self.anatomy.scaling)
-            scores = soft_cap(scores, cap).masked_fill_(~mask, -torch.inf)
-            out = softmax(scores, layer.sinks).to(v.dtype) @ v.repeat_interleave(share, 1)
-        return out[0].transpose(0, 1)
 
     @torch.inference_mode()
     def step(self, tokens_S: Tensor) -> Tensor:
