@@ -63,7 +63,7 @@ class GatedDelta:
     def state_numbers(self) -> int:
         """Numbers that a row keeps."""
         module = self.module
-        return _tail(module.conv1d) + module.num_v_heads * module.head_k_dim * module.head_v_dim
+        return _tail(module.conv1d) + int(module.num_v_heads * module.head_k_dim * module.head_v_dim)
 
     def inputs(self) -> Joint:
         """The input projections: queries, keys and values side by side; gate; how much is written; decay."""
@@ -108,7 +108,7 @@ class StateSpace:
     def state_numbers(self) -> int:
         """Numbers that a row keeps."""
         module = self.module
-        return _tail(module.conv1d) + module.intermediate_size * module.ssm_state_size
+        return _tail(module.conv1d) + int(module.intermediate_size * module.ssm_state_size)
 
     def inputs(self) -> Joint:
         """The input projection: gate; values, keys and queries side by side; time steps."""
@@ -133,7 +133,8 @@ class StateSpace:
         if module.n_groups == 1:
             return fused.norm(out, factor, eps)
         by_group = functional.rms_norm(out.unflatten(-1, (module.n_groups, -1)), [module.norm.group_size], eps=eps)
-        return (by_group.flatten(1) * factor).to(fused.narrow)
+        scaled: Tensor = by_group.flatten(1) * factor
+        return scaled.to(fused.narrow)
 
 
 Mixer = ShortConvolution | GatedDelta | StateSpace

@@ -50,15 +50,16 @@ def attend_causally(
     q_LAD: Tensor,
     k_TKD: Tensor,
     v_TKD: Tensor,
+    dtype: torch.dtype,
     scaling: float,
     window: int | None,
     cap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of a text over the tokens before it and itself: the last L of T tokens. The settings: see
-    ``packed_attention``."""
+    """Attention of a text over the tokens before it and itself: the last L of T tokens, by products of the
+    given dtype. The settings: see ``packed_attention``."""
     length, total = q_LAD.shape[0], k_TKD.shape[0]
-    q, k, v = (part.transpose(0, 1)[None] for part in (q_LAD, k_TKD, v_TKD))
+    q, k, v = (part.to(dtype).transpose(0, 1)[None] for part in (q_LAD, k_TKD, v_TKD))
     mask, plain = None, cap is None and sinks is None
     if not plain or total > length or (window is not None and length > window):
         positions = torch.arange(total, device=q.device)

@@ -7,8 +7,7 @@ two parts, takes one softmax over both, and adds the two parts of the output:
     prompt part   the rows of a group together over their prompt       [prompts x KV heads] products
 
 Shapes are padded (rows to 8, tokens to 32) with zero weights, so that on a CPU the numbers of a row do not depend on
-the
-number of rows: see ``docs/rollout.md``.
+the number of rows: see ``docs/rollout.md``.
 
 Axis letters: S rows, P prompts, A query heads, K key-value heads, D head dimension, T tokens of a row, X tokens of a
 prompt, M largest number of rows of one prompt, L tokens of a text that is read.
@@ -75,7 +74,8 @@ class LeanBackend(Backend):
         self._cache: GroupCache | SlotCache | None = None
         self._decoder: Decoder | None = None
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
-        self._states: RowStates | None = None
+        self.states = RowStates(0)
+        """Of recurrent layers."""
         self._fused = Fused(self._kernels is not None, wide, compute)
         name = str(self._cache_dtype).removeprefix("torch.")
         self.description = f"lean ({policy.model.config.get_text_config().model_type}), keys and values in {name}"
@@ -106,12 +106,6 @@ class LeanBackend(Backend):
         return sum(mixer.state_numbers for mixer in self.anatomy.mixers) * self._wide.itemsize
 
     @property
-    def states(self) -> RowStates:
-        """States of recurrent layers, between ``begin`` and ``end``."""
-        assert self._states is not None
-        return self._states
-
-    @property
     def cache(self) -> GroupCache | SlotCache:
         """Keys and values, between ``begin`` and ``end``."""
         assert self._cache is not None
@@ -131,7 +125,7 @@ class LeanBackend(Backend):
             "width": self.anatomy.head_dim,
             "group": self.anatomy.num_heads // self.anatomy.num_key_value_heads,
         }
-        self._states = RowStates(capacity.rows)
+        self.states = RowStates(capacity.rows)
         if self._kernels is None:
             self._cache = GroupCache(capacity, **sizes, dtype=self._cache_dtype, device=self.policy.device)
         else:
@@ -152,7 +146,8 @@ class LeanBackend(Backend):
 
     def end(self) -> None:
         """See ``Backend``."""
-        self._cache = self._decoder = self._states = None
+        self._cache = self._decoder = None
+        self.states = RowStates(0)
 
     def sleep(self) -> None:
         """See ``Backend``. Frees the copies of weights in compute precision."""
@@ -272,9 +267,9 @@ class LeanBackend(Backend):
             for index, length in zip(indices, lengths, strict=True):
                 span = slice(start, start + length)
                 start += length
-                parts = (part.to(self._cache_dtype) for part in (q[span], *store(number, index, k[span], v[span])))
+                seen_k, seen_v = store(number, index, k[span], v[span])
                 settings = self.anatomy.scaling, layer.window, self.anatomy.score_cap, layer.sinks
-                attended[span] = attend_causally(*parts, *settings)
+                attended[span] = attend_causally(q[span], seen_k, seen_v, self._cache_dtype, *settings)
             return attended
 
         x = self._layers(x, rotations, recurring, attend)
