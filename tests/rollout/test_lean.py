@@ -308,7 +308,8 @@ def test_prefill_and_decode_are_the_models_forward(family, native):
     _, engine = in_float32(family)
     logits = decoded(engine.backend, PROMPTS, OWNERS, continuations())
     assert truth(family).std() > 0.2  # not flat: what is compared says something
-    assert gaps(logits, truth(family)).max() < 1e-5  # float32: sums in another order, 4 layers deep
+    # float32: sums in another order, 4 layers deep. Transformers' delta rule is itself 3e-5 from float64.
+    assert gaps(logits, truth(family)).max() < (1e-4 if family == "qwen3_5" else 1e-5)
 
 
 @pytest.mark.parametrize("family", TELLING)
