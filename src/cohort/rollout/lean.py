@@ -63,9 +63,9 @@ class LeanBackend(Backend):
         compute, wide = policy.precision.compute, policy.precision.master
         self._wide = wide
         self._identity = anatomy.identity()
-        self.weights = DecoderWeights(anatomy, compute)
         without = policy.why_no_kernels() if native_kernels else "switched off"
         self._kernels = None if without else Kernels()
+        self.weights = DecoderWeights(anatomy, compute, native=self.is_native)
         # On a CPU, torch's batched products of few rows are no slower in float32 than in bfloat16.
         self._cache_dtype = wide if policy.device.type == "cpu" and self._kernels is None else compute
         self._activation: Callable[[Tensor], Tensor] = functional.silu
@@ -142,7 +142,7 @@ class LeanBackend(Backend):
             ) from None
         if (identity := anatomy.identity()) != self._identity:
             self.anatomy, self._identity = anatomy, identity
-            self.weights = DecoderWeights(anatomy, self.weights.dtype)
+            self.weights = DecoderWeights(anatomy, self.weights.dtype, native=self.is_native)
 
     def end(self) -> None:
         """See ``Backend``."""
@@ -151,7 +151,7 @@ class LeanBackend(Backend):
 
     def sleep(self) -> None:
         """See ``Backend``. Frees the copies of weights in compute precision."""
-        self.weights = DecoderWeights(self.anatomy, self.weights.dtype)
+        self.weights = DecoderWeights(self.anatomy, self.weights.dtype, native=self.is_native)
 
     @torch.inference_mode()
     def add_rows(self, prompts: Sequence[int]) -> None:
