@@ -17,7 +17,7 @@ from cohort.rollout.generic import RecomputeBackend, StaticBackend
 from cohort.rollout.grammar import _byte_letters
 from cohort.rollout.lean import LeanBackend
 from cohort.types import FinishReason, Prompt
-from tests.conftest import telling, tiny_llama
+from tests.conftest import each, telling, tiny_llama
 from tests.rollout import test_generic, test_lean
 from tests.rollout.conftest import cover, drawn_ids
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
@@ -343,7 +343,7 @@ def test_memory_follows_the_budget():
     assert cells[0] <= 200
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "word"),
     [
         ({"stop": ("a", "")}, "stop"),
