@@ -68,6 +68,11 @@ class CallFailed(Exception):  # noqa: N818 - the call failed, which is not an er
         self.timed_out = timed_out
 
 
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Workers(contextlib.AbstractContextManager["Workers"]):
     """A pool of worker processes. They start with the first call and are replaced when they die.
 
