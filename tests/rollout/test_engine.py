@@ -32,7 +32,7 @@ SOME_WAYS = telling(WAYS, "lean", "refilled")
 @functools.cache
 def of_way(way, dtype=torch.float32):
     """A small policy that is sampled in each way. No test changes its weights."""
-    family = {"refilled": "gpt2", "static": "starcoder2", "equal lengths": "lfm2", "no cache": "gpt2"}.get(way)
+    family = {"refilled": "gpt2", "static": "starcoder2", "equal lengths": "lfm2_moe", "no cache": "gpt2"}.get(way)
     model = tiny_llama() if way == "lean" else test_generic.made(family)
     policy = Policy(model.to(dtype), Precision(dtype, dtype))
     _WAYS[policy] = way
