@@ -105,8 +105,7 @@ def _over_seeds(pair: Pair, key: str) -> Evidence | None:
         return None
     count = len(shared) if paired else min(len(a), len(b))
     caveat = "With two seeds only a very large difference can be shown: add seeds." if count == 2 else ""
-    shown = estimate.has_interval and not estimate.low <= 0 <= estimate.high
-    return Evidence(estimate, p_value, "seeds", count, paired, shown, basis, caveat)
+    return Evidence(estimate, p_value, "seeds", count, paired, estimate.excludes_zero, basis, caveat)
 
 
 def _over_prompts(pair: Pair, key: str) -> Evidence | None:
@@ -160,8 +159,7 @@ def _over_blocks(pair: Pair, key: str) -> Evidence | None:
         "One run each, compared by the rewards that they trained on: another seed may turn out otherwise, and an "
         "evaluation (data.eval) or more seeds would tell more."
     )
-    shown = estimate.has_interval and not estimate.low <= 0 <= estimate.high
-    return Evidence(estimate, p_value, "blocks of steps", len(differences), True, shown, basis, caveat)
+    return Evidence(estimate, p_value, "blocks of steps", len(differences), True, estimate.excludes_zero, basis, caveat)
 
 
 def value_at(run: RunHistory, key: str, axis: str, budget: float) -> float | None:
