@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
-from cohort import __version__
 from cohort.errors import RunFolderError
 from cohort.report.diagnosis import Diagnosis
 from cohort.report.history import RunHistory
@@ -63,7 +63,7 @@ def render_comparison(histories: Sequence[RunHistory]) -> str:
 
 
 def _origin() -> dict[str, str]:
-    return {"written": sections.written_at(), "version": __version__}
+    return {"written": sections.written_at(), "version": _version()}
 
 
 def render_run(history: RunHistory) -> str:
@@ -104,6 +104,13 @@ def render_run(history: RunHistory) -> str:
         "microscope": microscope.data() | {"opens": findings.opening_step(found)},
     }
     return render("report.html", content, data, microscope.blocks)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("cohort-rl")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return ""
 
 
 def check_target(target: Path) -> None:
