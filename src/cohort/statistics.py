@@ -42,11 +42,6 @@ class Estimate:
         """Whether there is an interval."""
         return not math.isnan(self.low)
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether there is an interval, and 0 is outside of it."""
-        return self.low > 0 or self.high < 0
-
     def __str__(self) -> str:
         return f"{self.mean:.3f} " + (f"[{self.low:.3f}, {self.high:.3f}]" if self.has_interval else "[no interval]")
 
@@ -69,7 +64,7 @@ class Comparison:
         The test is needed because the bootstrap is overconfident with few prompts: if three prompts gained 0.1, 0.2 and
         0.3, its interval is above 0 while the test's p is 1/4. Without an interval the test alone decides.
         """
-        outside = self.difference.excludes_zero or not self.difference.has_interval
+        outside = self.difference.low > 0 or self.difference.high < 0 or not self.difference.has_interval
         return outside and self.p_value <= 1 - confidence
 
 
