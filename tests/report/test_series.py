@@ -20,6 +20,7 @@ from cohort.report.series import (
     positions,
 )
 from cohort.report.smooth import loess
+from tests.conftest import each
 from tests.report.made import history, rewards
 
 
@@ -83,7 +84,7 @@ def test_loess_by_hand():
     assert half[1] == pytest.approx(t * math.sqrt((squares[0] + 2 * squares[1]) / 3 * norms[0]))
 
 
-@pytest.mark.parametrize("window", [3, 8, 9, 39, 99])
+@each("window", [3, 8, 9, 39, 99])
 def test_loess_is_the_weighted_line_of_each_window(window):
     values = np.random.default_rng(0).normal(size=40).cumsum() + 1e3
     fit, half = loess(values, window)
