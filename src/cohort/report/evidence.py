@@ -159,7 +159,8 @@ def _over_blocks(pair: Pair, key: str) -> Evidence | None:
         "One run each, compared by the rewards that they trained on: another seed may turn out otherwise, and an "
         "evaluation (data.eval) or more seeds would tell more."
     )
-    return Evidence(estimate, p_value, "blocks of steps", len(differences), True, _excludes_zero(estimate), basis, caveat)
+    shown = _excludes_zero(estimate)
+    return Evidence(estimate, p_value, "blocks of steps", len(differences), True, shown, basis, caveat)
 
 
 def value_at(run: RunHistory, key: str, axis: str, budget: float) -> float | None:
