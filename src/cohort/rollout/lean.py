@@ -16,6 +16,7 @@ prompt, M largest number of rows of one prompt, L tokens of a text that is read.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -60,9 +61,9 @@ class LeanBackend(Backend):
         compute, wide = policy.precision.compute, policy.precision.master
         self._wide = wide
         self._identity = anatomy.identity()
-        self.weights = DecoderWeights(anatomy, compute)
         without = policy.why_no_kernels() if native_kernels else "switched off"
         self._kernels = None if without else Kernels()
+        self.weights = self._new_weights(compute)
         # On a CPU, torch's batched products of few rows are no slower in float32 than in bfloat16.
         self._cache_dtype = wide if policy.device.type == "cpu" and self._kernels is None else compute
         self._activation: Callable[[Tensor], Tensor] = functional.silu
@@ -129,7 +130,10 @@ class LeanBackend(Backend):
             ) from None
         if (identity := anatomy.identity()) != self._identity:
             self.anatomy, self._identity = anatomy, identity
-            self.weights = DecoderWeights(anatomy, self.weights.dtype)
+            self.weights = self._new_weights(self.weights.dtype)
+
+    def _new_weights(self, dtype: torch.dtype) -> DecoderWeights:
+        return DecoderWeights(self.anatomy, dtype, native=self.is_native)
 
     def end(self) -> None:
         """See ``Backend``."""
@@ -137,7 +141,7 @@ class LeanBackend(Backend):
 
     def sleep(self) -> None:
         """See ``Backend``. Frees the copies of weights in compute precision."""
-        self.weights = DecoderWeights(self.anatomy, self.weights.dtype)
+        self.weights = self._new_weights(self.weights.dtype)
 
     @torch.inference_mode()
     def add_rows(self, prompts: Sequence[int]) -> None:
@@ -316,16 +320,17 @@ class LeanBackend(Backend):
         if not layer.parallel:
             normed = self._norm(x, layer.before_mlp)
         if weights.gate_up is None or weights.down is None:
-            update = self._experts(layer, normed)
+            update = self._experts(layer, weights, normed)
         else:
             gate, up = weights.gate_up.parts(normed)
             update = weights.down(self._activation(gate).mul_(up))
         return x.add_(self._scaled(update, layer.after_mlp))
 
-    def _experts(self, layer: Layer, normed: Tensor) -> Tensor:
+    def _experts(self, layer: Layer, weights: LayerWeights, normed: Tensor) -> Tensor:
         """The output of a layer's experts, in the compute dtype."""
         assert isinstance(layer.mlp, Experts)
-        with self.policy.compute():
+        used = contextlib.nullcontext() if weights.experts is None else weights.experts.used()
+        with self.policy.compute(), used:
             return layer.mlp(normed.to(self.weights.dtype)).to(self.weights.dtype)
 
     def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:

@@ -6,16 +6,19 @@ copy in compute precision is made per update; matrices that share an input lie s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy.anatomy import Anatomy
+from cohort.policy.experts import PreparedExperts
 from cohort.policy.float32_head import is_float32
-from cohort.policy.parts import Experts, Gated, Linear, Norm
+from cohort.policy.parts import Experts, Gated, Linear, Norm, UnsupportedModel
 
 PACKED_ROWS = 64
 """Number of rows that packed matrices are laid out for. The layout suits other numbers too."""
@@ -116,12 +119,18 @@ class LayerWeights:
     gate_up: Product | None
     """None: the MLP has experts, which the model's own module computes."""
     down: Product | None
+    experts: PreparedExperts | None = None
+    """None: the model's own module computes them for every step anew, or there are none."""
 
 
-def _of_mlp(mlp: Gated | Experts, dtype: torch.dtype) -> tuple[Product | None, Product | None]:
-    if isinstance(mlp, Experts):
-        return None, None
-    return Product(mlp.gate_up.linears, dtype, mlp.gate_up.widths), Product([mlp.down], dtype)
+def _of_mlp(mlp: Gated | Experts, dtype: torch.dtype, *, native: bool) -> dict[str, Any]:
+    if isinstance(mlp, Gated):
+        return {"gate_up": Product(mlp.gate_up.linears, dtype, mlp.gate_up.widths), "down": Product([mlp.down], dtype)}
+    prepared = None
+    if native and mlp.module is not None:
+        with contextlib.suppress(UnsupportedModel):
+            prepared = PreparedExperts(mlp.module, dtype)
+    return {"gate_up": None, "down": None, "experts": prepared}
 
 
 class DecoderWeights:
@@ -130,16 +139,17 @@ class DecoderWeights:
     Args:
         anatomy: the model.
         dtype: of the products.
+        native: whether native kernels compute experts.
     """
 
-    def __init__(self, anatomy: Anatomy, dtype: torch.dtype) -> None:
+    def __init__(self, anatomy: Anatomy, dtype: torch.dtype, *, native: bool = False) -> None:
         self.anatomy = anatomy
         self.dtype = dtype
         self.layers = [
             LayerWeights(
                 Product(layer.qkv.linears, dtype, layer.qkv.widths),
                 Product([layer.output], dtype),
-                *_of_mlp(layer.mlp, dtype),
+                **_of_mlp(layer.mlp, dtype, native=native),
             )
             for layer in anatomy.layers
         ]
@@ -157,7 +167,7 @@ class DecoderWeights:
         if stamp == self._stamp:
             return
         for layer in self.layers:
-            for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            for product in (layer.qkv, layer.output, layer.gate_up, layer.down, layer.experts):
                 if product is not None:
                     product.refresh()
         self.head.refresh()

@@ -15,7 +15,7 @@ from cohort.policy.parts import Norm
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual
-from cohort.rollout.weights import DecoderWeights
+from cohort.rollout.weights import DecoderWeights, LayerWeights
 
 
 class Decoder:
@@ -35,7 +35,7 @@ class Decoder:
         weights: DecoderWeights,
         cache: SlotCache,
         ropes: dict[str, tuple[Tensor, Tensor]],
-        experts: Callable[[Layer, Tensor], Tensor],
+        experts: Callable[[Layer, LayerWeights, Tensor], Tensor],
     ) -> None:
         self._experts = experts
         self._kernels, self._weights, self._cache = kernels, weights, cache
@@ -114,7 +114,7 @@ class Decoder:
     def _mlp(self, number: int, normed: Tensor) -> Tensor:
         layer, weights = self._anatomy.layers[number], self._weights.layers[number]
         if weights.gate_up is None or weights.down is None:
-            return self._experts(layer, normed).contiguous()
+            return self._experts(layer, weights, normed).contiguous()
         gate, up = weights.gate_up.parts(normed)
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         call = self._gated
