@@ -12,6 +12,7 @@ from cohort.launch import Job, job_of, rank
 from cohort.launch import job as job_module
 from cohort.launch.ends import LOG_HEADER, End, explain_failure, first_end, report
 from cohort.launch.job import check_gpus
+from tests.conftest import each
 
 TRAIN = ("train", "c.toml")
 VLLM = "launch --ranks 2 --dry-run train c.toml --rollout.engine vllm"
@@ -164,7 +165,7 @@ def test_threads_are_the_cores_divided_by_the_ranks_unless_set(config, monkeypat
 KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
 
 
-@pytest.mark.parametrize(
+@each(
     ("ends", "first"),
     [
         ([End(0, 1, 10.9, "lost"), End(1, KILLED, 11.0)], 1),  # killed first, though noticed later

@@ -71,6 +71,13 @@ def gap(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def prepare(module: Any, dtype: torch.dtype) -> PreparedExperts:
+    made = PreparedExperts.of(module, dtype)
+    assert made is not None
+    made.refresh()
+    return made
+
+
 def test_outputs_and_gradients_are_those_of_transformers(module: Any, given: Any) -> None:
     expected, found = expected_of(module, *given), results(module, *given, experts)
     for own, other in zip(found, expected, strict=True):
@@ -86,15 +93,13 @@ def test_under_autocast_products_are_in_bfloat16(module: Any, given: Any) -> Non
 
 
 def test_few_tokens_have_the_same_numbers_whatever_their_company(module: Any, given: Any) -> None:
-    prepared = PreparedExperts(module, torch.float32)
-    prepared.refresh()
+    prepared = prepare(module, torch.float32)
     x, index, weights = given
     found = prepared(x, index, weights)
     assert gap(found, expected_of(module, *given)[0]) < 2e-6
     for part in (slice(3, 4), slice(5, 30)):
         assert prepared(x[part], index[part], weights[part]).equal(found[part])
-    narrow = PreparedExperts(module, torch.bfloat16)
-    narrow.refresh()
+    narrow = prepare(module, torch.bfloat16)
     assert 1e-4 < gap(narrow(x, index, weights), found) < 0.05  # a bfloat16 has 8 bits
     with prepared.used(), torch.no_grad():
         assert experts(module, x, index, weights).equal(found)
@@ -120,8 +125,7 @@ def test_gelu(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Activation, "of", lambda module: gelu)
     expected, found = expected_of(module, *given), results(module, *given, experts)
     assert all(gap(own, other) < 2e-6 for own, other in zip(found, expected, strict=True))
-    prepared = PreparedExperts(module, torch.float32)
-    prepared.refresh()
+    prepared = prepare(module, torch.float32)
     assert gap(prepared(*given), expected[0]) < 2e-6
 
 

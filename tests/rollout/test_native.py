@@ -90,7 +90,7 @@ class Attention:
         q, k, v = qkv.split([kv_heads * group * width, kv_heads * width, kv_heads * width], -1)
         call.q, call.k, call.v, call.out = (part.data_ptr() for part in (q, k, v, out))
         call.q_stride = call.k_stride = call.v_stride = qkv.stride(0)
-        call.out_stride = kv_heads * group * width
+        call.out_stride, call.q_step = kv_heads * group * width, width
         KERNELS.attend(step, call)
         return out
 
@@ -277,9 +277,13 @@ def test_activation(shape, gelu, dtype):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """A process that has not asked for the library yet, and an empty folder to keep it in."""
+    """A process that has not asked for the library yet, an empty folder to keep it in, and a source that is compiled at
+    once."""
+    (tmp_path / "source").mkdir()
+    source = tmp_path / "source" / "kernels.c"
+    source.write_text(f"void cohort_set_threads(void) {{}}\nint cohort_lanes(void) {{ return {KERNELS.lanes}; }}\n")
+    monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setenv("COHORT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # quickly made, and nothing is computed with it for long
     build._load_once.cache_clear()
     yield tmp_path / "cache"
     build._load_once.cache_clear()

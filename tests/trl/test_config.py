@@ -17,6 +17,7 @@ import cohort
 from cohort.errors import ConfigError
 from cohort.trl import GRPOConfig
 from cohort.trl.translate import translate
+from tests.conftest import each
 
 
 def test_plain_arguments_work_on_a_machine_without_gpu():
@@ -73,7 +74,7 @@ def test_old_names_give_their_values_to_the_present_ones():
     assert GRPOConfig("out", vllm_device="auto").vllm_device == "auto"
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "words"),
     [
         ({"learning_rate": "1e-6"}, "learning_rate must be a number, got '1e-6'"),

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import weakref
 from collections.abc import Iterator
 from ctypes import byref, c_int64
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -30,7 +32,6 @@ from torch.nn import functional
 
 from cohort.native import DTYPES, call, load, require, structure, threads_for
 from cohort.policy.device import kind_of
-from cohort.policy.parts import need
 
 NAME = "cohort"
 """The name of ``experts`` among the implementations of transformers."""
@@ -130,9 +131,9 @@ def experts(module: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> 
         index_TK: the experts of each token.
         weights_TK: of these experts.
     """
-    activation = Activation.of(module) if module.has_gate else None
+    activation = activation_of(module)
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x_TH.dtype
-    if activation is None or not _is_plain(module) or kind_of(x_TH.device) != "cpu" or dtype not in DTYPES:
+    if activation is None or kind_of(x_TH.device) != "cpu" or dtype not in DTYPES:
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         found: Tensor = grouped_mm_experts_forward(module, x_TH, index_TK, weights_TK)
@@ -148,8 +149,10 @@ def experts(module: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> 
     return out
 
 
-def _is_plain(module: Any) -> bool:
-    return not (getattr(module, "_is_expert_parallel", False) or getattr(module, "has_post_expert_norm", False))
+def activation_of(module: Any) -> Activation | None:
+    """The activation of a module of experts. None: it computes something else, too, which transformers does."""
+    plain = not (getattr(module, "_is_expert_parallel", False) or getattr(module, "has_post_expert_norm", False))
+    return Activation.of(module) if plain and module.has_gate else None
 
 
 class PreparedExperts:
@@ -158,17 +161,18 @@ class PreparedExperts:
 
     Args:
         module: one that ``experts`` computes.
+        activation: of the module.
         dtype: of the products: float32 or bfloat16.
-
-    Raises:
-        UnsupportedModel: ``experts`` leaves it to transformers.
     """
 
-    def __init__(self, module: Any, dtype: torch.dtype) -> None:
-        activation = Activation.of(module) if module.has_gate else None
-        need(activation is not None and _is_plain(module), "its experts are not plain")
-        assert activation is not None
-        self._module, self._dtype, self._activation = module, dtype, activation
+    @classmethod
+    def of(cls, module: Any, dtype: torch.dtype) -> PreparedExperts | None:
+        """None: ``experts`` leaves the module to transformers, or does not know it."""
+        activation = activation_of(module) if hasattr(module, "is_transposed") else None
+        return None if activation is None else cls(module, activation, dtype)
+
+    def __init__(self, module: Any, activation: Activation, dtype: torch.dtype) -> None:
+        self._module, self._dtype = module, dtype
         self._library, self._call = load(), structure("few")(**activation.arguments)
         self._library.cohort_few_tokens.restype = None
         room = self._library.cohort_few_room
@@ -196,7 +200,7 @@ class PreparedExperts:
         rows = tokens * each + call.experts * (self._library.cohort_lanes() - 1)
         x, index, weights = x_TH.to(self._dtype).contiguous(), index_TK.contiguous(), weights_TK.float().contiguous()
         whole, out = index.new_empty(tokens * each + rows), x.new_zeros(x.shape, dtype=torch.float32)
-        room = out.new_empty(self._library.cohort_few_room(rows, call.hidden, call.inner, threads))
+        room = _room(self._library.cohort_few_room(rows, call.hidden, call.inner, threads), get_ident())
         require(
             index.dtype == torch.int64 and len(x) == tokens and weights.shape == index.shape, "a row for each token"
         )
@@ -217,6 +221,12 @@ class PreparedExperts:
 
 
 _PREPARED: dict[Any, PreparedExperts] = {}
+
+
+@functools.lru_cache(maxsize=4)
+def _room(numbers: int, _thread: int) -> Tensor:
+    """A thread's memory for rows. It is kept: fresh memory would be mapped at each call."""
+    return torch.empty(numbers)
 
 
 @dataclass(frozen=True, slots=True)
