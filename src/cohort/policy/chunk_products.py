@@ -33,7 +33,8 @@ def solved(lower: Tensor, b: Tensor, *, native: bool = False) -> Tensor:
     if native:
         out: Tensor = _Solved.apply(lower, b)  # type: ignore[no-untyped-call]
         return out
-    return torch.linalg.solve_triangular(lower, b, upper=False, unitriangular=True)
+    x: Tensor = torch.linalg.solve_triangular(lower, b, upper=False, unitriangular=True)
+    return x
 
 
 class _Decayed(torch.autograd.Function):
