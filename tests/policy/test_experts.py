@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.native import Unavailable, load
-from cohort.policy.experts import NAME, Activation, PreparedExperts, Route, experts, own_experts, use_native_experts
+from cohort.policy.experts import (
+    NAME,
+    Activation,
+    PreparedExperts,
+    Route,
+    experts,
+    own_experts,
+    use_native_experts,
+    used,
+)
 
 try:
     load()
@@ -101,7 +110,7 @@ def test_few_tokens_have_the_same_numbers_whatever_their_company(module: Any, gi
         assert prepared(x[part], index[part], weights[part]).equal(found[part])
     narrow = prepare(module, torch.bfloat16)
     assert 1e-4 < gap(narrow(x, index, weights), found) < 0.05  # a bfloat16 has 8 bits
-    with prepared.used(), torch.no_grad():
+    with used(prepared), torch.no_grad():
         assert experts(module, x, index, weights).equal(found)
     assert prepared(x, index + EXPERTS, weights).isnan().all()
 

@@ -172,7 +172,7 @@ class PreparedExperts:
         return None if activation is None else cls(module, activation, dtype)
 
     def __init__(self, module: Any, activation: Activation, dtype: torch.dtype) -> None:
-        self._module, self._dtype = module, dtype
+        self.module, self._dtype = module, dtype
         self._library, self._call = load(), structure("few")(**activation.arguments)
         self._library.cohort_few_tokens.restype = None
         room = self._library.cohort_few_room
@@ -181,7 +181,7 @@ class PreparedExperts:
     @torch.no_grad()
     def refresh(self) -> None:
         """Read the present weights. They are the trainer's own if they lie as the kernel reads them."""
-        module, call = self._module, self._call
+        module, call = self.module, self._call
         matrices = [matrix.detach().to(self._dtype) for matrix in (module.gate_up_proj, module.down_proj)]
         up, down = ((matrix.mT if module.is_transposed else matrix).contiguous() for matrix in matrices)
         call.experts, call.hidden, call.inner = down.shape
@@ -210,14 +210,16 @@ class PreparedExperts:
         self._library.cohort_few_tokens(byref(call))
         return out.to(x_TH.dtype)
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Inside the block, the module uses them for few tokens."""
-        _PREPARED[self._module] = self
-        try:
-            yield
-        finally:
-            del _PREPARED[self._module]
+
+@contextlib.contextmanager
+def used(prepared: PreparedExperts | None) -> Iterator[None]:
+    """Inside the block, their module uses the prepared weights, if there are some, for few tokens."""
+    if prepared is not None:
+        _PREPARED[prepared.module] = prepared
+    try:
+        yield
+    finally:
+        _PREPARED.clear()
 
 
 _PREPARED: dict[Any, PreparedExperts] = {}

@@ -15,7 +15,6 @@ prompt, M largest number of rows of one prompt, L tokens of a text that is read.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -27,6 +26,7 @@ from torch.nn import functional
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, soft_cap
+from cohort.policy.experts import used
 from cohort.policy.fused import Fused, gated, rotated, split_gate
 from cohort.policy.layout import Layout
 from cohort.policy.parts import Experts, Norm, UnsupportedModel
@@ -372,8 +372,7 @@ class LeanBackend(Backend):
     def _experts(self, layer: Layer, weights: LayerWeights, normed: Tensor) -> Tensor:
         """The output of a layer's experts, in the compute dtype."""
         assert isinstance(layer.mlp, Experts)
-        used = contextlib.nullcontext() if weights.experts is None else weights.experts.used()
-        with self.policy.compute(), used:
+        with self.policy.compute(), used(weights.experts):
             return layer.mlp(normed.to(self.weights.dtype)).to(self.weights.dtype)
 
     def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
