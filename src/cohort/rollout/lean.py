@@ -6,8 +6,7 @@ two parts, takes one softmax over both, and adds the two parts of the output:
     own part      each row over its own tokens                         [rows x KV heads] products
     prompt part   the rows of a group together over their prompt       [prompts x KV heads] products
 
-Shapes are padded (rows to 8, tokens to 32) with zero weights, so that on a CPU the numbers of a row do not depend on
-the number of rows: see ``docs/rollout.md``.
+Shapes are padded (rows to 8, tokens to 32): on a CPU a row's numbers do not depend on the others (docs/rollout.md).
 
 Axis letters: S rows, P prompts, A query heads, K key-value heads, D head dimension, T tokens of a row, X tokens of a
 prompt, M largest number of rows of one prompt, L tokens of a text that is read.
