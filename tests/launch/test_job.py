@@ -23,7 +23,7 @@ def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(job_module, "_cores", lambda: 8)
+    monkeypatch.setattr(job_module, "usable_cores", lambda: 8)
     (tmp_path / "c.toml").write_text(
         "[model]\npath='m'\ndevice='cpu'\n[data]\ntrain='d.jsonl'\n[rollout]\nprompts_per_step=4\n"
     )
