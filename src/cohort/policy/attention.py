@@ -33,6 +33,10 @@ from cohort.policy.device import kind_of
 from cohort.policy.flash import add_sinks, can_flash, flash_attention, sinks_gradient
 from cohort.policy.layout import NEVER, Continuation, Layout, Work
 
+NATIVE_KEYS = 4096
+"""The native kernel copies all keys of a sequence, and torch's kernel works on blocks of them: from here on it is the
+faster one (forward and backward, with 15,360 keys of width 64, 7.8 against 3.2 s)."""
+
 
 def packed_attention(
     q_ATD: Tensor,
@@ -77,7 +81,7 @@ def packed_attention(
             q_ATD, k_ATD, v_ATD, layout, scaling=scaling, prefix=(both[0], both[1]) if both else None, window=window,
             cap=cap, sinks=sinks, native=native, drawn_N=drawn_N,
         )[..., :value_width]  # fmt: skip
-    if native and cap is None and layout.work.items.shape[0] * k_ATD.shape[0] >= torch.get_num_threads():
+    if native and cap is None and layout.longest <= NATIVE_KEYS and layout.work.items.shape[0] * k_ATD.shape[0] >= torch.get_num_threads():
         work = layout.work if drawn_N is None else layout.work._replace(drawn_before=_counted(drawn_N, layout.tokens))
         attended: Tensor = _Native.apply(work, scaling, window, sinks, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
         return attended
@@ -251,7 +255,8 @@ class _TwoPart(torch.autograd.Function):
             for total, of_bucket in zip(totals, grads, strict=True):
                 bucket.scatter(total, of_bucket)
         if prefix_k is not None:
-            of_prefix = [torch.zeros_like(prefix_k), torch.zeros_like(prefix_v)]
+            alone = len(layout.continuations) == 1  # then it is the whole prefix
+            of_prefix = [] if alone else [torch.zeros_like(prefix_k), torch.zeros_like(prefix_v)]
             for part in layout.continuations:
                 seen = _prefix_seen(part, layout, window)
                 lse = lse_AT[None, :, part.tokens]
@@ -261,6 +266,9 @@ class _TwoPart(torch.autograd.Function):
                 keys, values = (each[None, :, part.prefix] for each in (prefix_k, prefix_v))
                 grads = _attend_backward(grad, queries, keys, values, out, lse, scaling, _additive(seen, q))
                 totals[0][:, part.tokens] += grads[0][0]
+                if alone:
+                    of_prefix = [grads[1][0], grads[2][0]]
+                    continue
                 of_prefix[0][:, part.prefix] += grads[1][0]
                 of_prefix[1][:, part.prefix] += grads[2][0]
             totals += of_prefix

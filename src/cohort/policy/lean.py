@@ -51,20 +51,22 @@ class LeanLayers:
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
-        found = call_gathered(self.model.model, partial(self._run, ids_T, positions_T, packed))
+        run = partial(self.run, range(len(self.anatomy.layers)), ids_T, positions_T, packed)
+        found = Hidden(call_gathered(self.model.model, run))
         return packed.select(found) if packed.drawn_N is None else found.select(slice(len(packed.drawn_N)))
 
-    def _run(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
+    def run(self, layers: range, given: Tensor, positions_T: Tensor, packed: PackedPass) -> Tensor:
+        """Some neighbouring layers: from token ids, or from the residual stream before the first of them, to the residual
+        stream, after the last layer of all to hidden states."""
         with self.model.compute():
-            x = self._embed(ids_T).to(self.fused.wide)
-            if self.anatomy.embedding_multiplier != 1:
-                x = x * self.anatomy.embedding_multiplier
+            x = given if layers.start else self._embed(given)
             angles = {kind: self.anatomy.angles(kind, positions_T, x[:0]) for kind in self.anatomy.rotations}
             update: Tensor | None = None
-            for number, layer in enumerate(self.anatomy.layers):
+            for number in layers:
                 run = partial(self._outputs, number, angles, packed)
-                x, update, _ = call_gathered(layer.module, run, x, update)
-            return Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
+                x, update, _ = call_gathered(self.anatomy.layers[number].module, run, x, update)
+            norm = self.anatomy.norm if layers.stop == len(self.anatomy.layers) else None
+            return self._add_norm(x, update, norm)[norm is not None]
 
     def _outputs(
         self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
@@ -83,6 +85,10 @@ class LeanLayers:
         return x, update, packed.read[number]
 
     def _embed(self, ids_T: Tensor) -> Tensor:
+        x = self._looked_up(ids_T).to(self.fused.wide)
+        return x if self.anatomy.embedding_multiplier == 1 else x * self.anatomy.embedding_multiplier
+
+    def _looked_up(self, ids_T: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
         if self.model.adds_gradients and plain and takes_in_place(embedding.weight):
@@ -104,7 +110,7 @@ class LeanLayers:
         x, normed = self._add_norm(x, update, layer.before_attention)
         q, k, v = self._queries_keys_values(layer, normed, angles)
         last = number + 1 == len(anatomy.layers)
-        if packed.read is not None and last:
+        if (packed.read is not None and last) or number == packed.only_keys_of:
             packed.record(number, k, v)  # nothing reads the rest of the layer
             return x, None
         drawn_N = packed.drawn_N if last else None
