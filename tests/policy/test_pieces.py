@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from cohort.policy import PackedRows, Policy, Precision, pieces
-from cohort.policy.pieces import stage_size
+from cohort.policy import PackedRows, Policy, pieces
 from tests.conftest import tiny_llama
 from tests.families.configs import small_model
 from tests.policy.plain import DOUBLE, LORA, WINDOW, assert_near, model_of, with_peft
@@ -41,13 +40,20 @@ def trained(policy, rows, most):
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "given"),
-    [("llama", 1, False), ("llama", 2, True), ("llama", 3, True), ("gemma2", 1, True), ("lora", 2, False), ("granite4", 0, True),
-     ("qwen3_5", 0, False)],
+    ("name", "sizes", "given"),
+    [
+        ("llama", [1, 1, 1], False),
+        ("llama", [2, 1], True),
+        ("llama", [3], True),
+        ("gemma2", [1, 1], True),
+        ("lora", [1, 1], False),
+        ("granite4", [], True),
+        ("qwen3_5", [], False),
+    ],
 )
-def test_pieces_change_no_gradient(monkeypatch, name, size, given):
-    """Whatever the number of layers of a stage."""
-    monkeypatch.setattr(pieces, "stage_size", lambda *_: size)
+def test_pieces_change_no_gradient(monkeypatch, name, sizes, given):
+    """Whatever the stages, with tokens that were given, with states, and with a prompt of one token."""
+    monkeypatch.setattr(pieces, "stage_sizes", lambda *_: sizes)
     policy = Policy(MODELS[name]().double(), DOUBLE)
     assert policy.passes.shared
     whole, expected = trained(policy, rows_of(given=given), None)

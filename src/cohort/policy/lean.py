@@ -56,8 +56,8 @@ class LeanLayers:
         return packed.select(found) if packed.drawn_N is None else found.select(slice(len(packed.drawn_N)))
 
     def run(self, layers: range, given: Tensor, positions_T: Tensor, packed: PackedPass) -> Tensor:
-        """Some neighbouring layers: from token ids, or from the residual stream before the first of them, to the residual
-        stream, after the last layer of all to hidden states."""
+        """Neighbouring layers: from token ids, or from the residual stream before the first of them, to the residual
+        stream; after the last layer of all, to hidden states."""
         with self.model.compute():
             x = given if layers.start else self._embed(given)
             angles = {kind: self.anatomy.angles(kind, positions_T, x[:0]) for kind in self.anatomy.rotations}

@@ -9,11 +9,12 @@ layers:
                 backward; gradients of keys and values add up, and go back with the piece that they belong to
 
 What grows with the row are the residual stream before each stage but the first, the keys and values of one stage with
-their gradients, and one gradient of the residual stream. A stage of all layers keeps its keys and values from the forward
-pass; others compute them again, all but the last layer in full. ``stages_for`` chooses.
+their gradients, and one gradient of the residual stream. If all layers are one stage, its keys and values stay from the
+forward pass; otherwise the backward pass of a stage begins with computing them again, for which its last layer is not
+computed in full. ``stage_sizes`` chooses.
 
-Axis letters: T tokens of the row, X tokens of the prompt without its last one, N drawn tokens, H hidden size, K key-value
-heads, D head dimension.
+Axis letters: T tokens of the row, X tokens of the prompt without its last one, N drawn tokens, H hidden size, K
+key-value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
 
 import torch
@@ -59,10 +61,11 @@ def hidden_in_pieces(passes: Passes, prefixes: Prefixes, rows: PackedRows, most:
 
 
 def can_cut(passes: Passes) -> TypeGuard[SharedPasses]:
-    """Whether rows can be computed in pieces: on shared passes whose weights are all here. The load-balancing loss needs
-    what routers say of all tokens."""
-    shared = isinstance(passes, SharedPasses)
-    return shared and not is_gathered(passes.model.model) and not passes.model.router_aux_loss_coef
+    """Whether rows can be computed in pieces: on shared passes whose weights are all here. The load-balancing loss
+    needs what routers say of all tokens."""
+    if not isinstance(passes, SharedPasses):
+        return False
+    return not is_gathered(passes.model.model) and not passes.model.router_aux_loss_coef
 
 
 class _InPieces(torch.autograd.Function):
@@ -330,27 +333,36 @@ def _stages(passes: SharedPasses) -> tuple[list[Stage], list[int]]:
     if not isinstance(body, LeanLayers):
         return [lambda given, positions_T, packed: body(given, positions_T, packed).states], [-1]
     anatomy = body.anatomy
-    layers = len(anatomy.layers)
-    size = stage_size(layers, len(anatomy.norm.weight), anatomy.num_key_value_heads * anatomy.head_dim)
-    ranges = [range(first, min(first + size, layers)) for first in range(0, layers, size)]
-    return [partial(body.run, each) for each in ranges], [each[-1] for each in ranges]
+    width = anatomy.num_key_value_heads * anatomy.head_dim
+    ends = list(accumulate(stage_sizes(len(anatomy.layers), len(anatomy.norm.weight), width)))
+    ranges = [range(first, end) for first, end in pairwise([0, *ends])]
+    return [partial(body.run, each) for each in ranges], [end - 1 for end in ends]
 
 
-def stage_size(layers: int, hidden: int, width: int) -> int:
-    """The number of layers of a stage: of those with which a token takes no more memory than its hidden states after all
-    layers, the one with the fewest products; if there is none, the one with the least memory.
+def stage_sizes(layers: int, hidden: int, width: int) -> list[int]:
+    """The number of layers of each stage. A token takes no more memory than its hidden states after all layers, if that
+    is possible, and else as little more as possible; within that, as few layers as possible are computed again.
 
     Args:
         layers: of the model.
         hidden: H, numbers of a hidden state.
         width: K times D, numbers of a layer's keys.
 
-    >>> stage_size(24, 896, 128), stage_size(28, 1024, 1024)  # Qwen2.5-0.5B, Qwen3-0.6B
-    (24, 2)
+    >>> stage_sizes(24, 896, 128), stage_sizes(6, 256, 128)  # Qwen2.5-0.5B; half as many key-value heads as heads
+    ([24], [2, 2, 1, 1])
     """
-    memory = {size: -(-layers // size) * hidden + 4 * width * size for size in range(1, layers + 1)}
-    fits = [size for size in (layers, *range(1, layers)) if memory[size] <= layers * hidden]
-    return fits[0] if fits else min(memory, key=lambda size: memory[size])
+    most = layers * hidden
+    while hidden + 4 * width * layers > most:
+        for count in range(layers, 1, -1):
+            # Below a stage lie the residual streams before it and before those under it, but not before the first.
+            room = [(most - (below + 1) * hidden) // (4 * width) for below in range(count)]
+            if room[-1] >= 1 and sum(room) >= layers:
+                sizes = [1] * count
+                for stage, most_layers in enumerate(room):
+                    sizes[stage] += min(layers - sum(sizes), most_layers - 1)
+                return sizes
+        most += hidden
+    return [layers]
 
 
 def _each(rows: PackedRows) -> list[PackedRows]:

@@ -225,9 +225,10 @@ def forward_passes(
     *,
     attached: bool = False,
 ) -> Iterator[tuple[dict[str, Tensor], Forward, tuple[Tensor, ...]]]:
-    """The losses of each microbatch of this rank's share, and its router logits. Each prompt runs forward once; the gradients of its
-    completions add up in its keys and values, and run backward through it once, after the pack's last microbatch.
-    ``attached``: see ``Prefixes``. Where passes exchange weights, a value that is not finite ends them after the last.
+    """The losses of each microbatch of this rank's share, and its router logits. Each prompt runs forward once; the
+    gradients of its completions add up in its keys and values, and run backward through it once, after the pack's last
+    microbatch. ``attached``: see ``Prefixes``. Where passes exchange weights, a value that is not finite ends them
+    after the last.
     """
     policy, failed = context.policy, None
     for pack in own_packs(context, policy, batch, shared):
