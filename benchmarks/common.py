@@ -67,12 +67,15 @@ class Side:
         self.first = self._receive()
         """What it said when it was ready."""
 
-    def ask(self, word: Any = "go") -> dict[str, Any]:
-        """Give it its turn; what it reports."""
+    def ask(self, word: Any = "go", *, patience: float | None = None) -> dict[str, Any]:
+        """Give it its turn; what it reports. A side that takes more seconds than ``patience`` is ended."""
         self._connection.send(word)
-        return self._receive()
+        return self._receive(patience)
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self, patience: float | None = None) -> dict[str, Any]:
+        if not self._connection.poll(patience):
+            self._process.kill()
+            raise MissingError(f"its step had not ended after {patience:,.0f} s")
         try:
             report: dict[str, Any] = self._connection.recv()
         except EOFError:

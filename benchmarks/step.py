@@ -13,9 +13,11 @@ Each side is its own trainer, doing all of its own work: TRL's ``GRPOTrainer`` i
 prompts, reward (the number of even tokens), objective and optimizer are the same.
 
 TRL runs in several settings (precision, completions per backward pass, its continuous batching), and the fastest one
-counts. Cohort and every setting have a process of their own and take turns, a step each, after one to warm up.
-``ratio`` is TRL's median over Cohort's. What a step did is read from the trainers and stands beside the times:
-completion tokens, optimizer steps, the share of parameters that changed; a step that did less is an error.
+counts. ``--trl-precisions``, ``--batches`` and ``--no-continuous`` restrict them, ``--patience`` gives up the ones
+whose step takes longer: on a processor without bfloat16 units autocast takes minutes where float32 takes seconds.
+Cohort and every setting have a process of their own and take turns, a step each, after one to warm up. ``ratio`` is
+TRL's median over Cohort's. What a step did is read from the trainers and stands beside the times: completion tokens,
+optimizer steps, the share of parameters that changed; a step that did less is an error.
 
 Memory is the peak of a side's process over all its steps, and that less what it held once its model was built: weights
 are not in it, gradients and the optimizer's state are. ``memory_ratio`` is of the latter, Cohort's over TRL's in its
@@ -63,7 +65,7 @@ from rollout import MINIATURE, MODELS, WORKLOADS, Shape, Workload, hardware, onl
 
 PROMPTS = 8
 COMPLETIONS = PROMPTS * GROUP
-PRECISIONS = ("bfloat16 autocast", "float32")
+PRECISIONS = ("bfloat16", "float32")
 PARTS = ("generate", "update", "other")
 TOO_SLOW = 1.8
 
@@ -99,7 +101,8 @@ class Setting:
 
     def __str__(self) -> str:
         passes = f"{COMPLETIONS // self.batch} x {self.batch}"
-        return f"{self.precision}, {passes}" + (", continuous batching" if self.continuous else "")
+        precision = "bfloat16 autocast" if self.precision == "bfloat16" else self.precision
+        return f"{precision}, {passes}" + (", continuous batching" if self.continuous else "")
 
 
 # ---- the sides
@@ -189,7 +192,7 @@ def make_trl(job: Job, model: Any, setting: Setting, **more: Any) -> Any:
         per_device_train_batch_size=setting.batch,
         gradient_accumulation_steps=COMPLETIONS // setting.batch,
         max_completion_length=job.workload.limit,
-        bf16=setting.precision == "bfloat16 autocast",
+        bf16=setting.precision == "bfloat16",
         **more,
     )
     # It must have an end token. The one outside of the vocabulary is never drawn, and looking for it costs nothing.
@@ -215,7 +218,7 @@ def checked(job: Job, before: dict[str, Any], report: dict[str, Any]) -> dict[st
 def candidates(options: argparse.Namespace) -> list[Setting]:
     """TRL's settings: precisions, completions of a backward pass, and continuous batching, in float32 only: under bf16
     TRL turns the trained weights themselves into bfloat16."""
-    found = [Setting(precision, batch) for batch in options.batches for precision in PRECISIONS]
+    found = [Setting(precision, batch) for batch in options.batches for precision in options.trl_precisions]
     return [*found, Setting("float32", options.batches[-1], continuous=True)] if options.continuous else found
 
 
@@ -239,7 +242,8 @@ def run_in_turns(job: Job, options: argparse.Namespace) -> tuple[str, dict[Setti
             for name in [*order[first:], *order[:first]]:
                 own = reports.setdefault(name, [])
                 try:
-                    own.append(checked(job, own[-1] if own else {}, sides[name].ask()))
+                    patience = None if name == "cohort" else options.patience
+                    own.append(checked(job, own[-1] if own else {}, sides[name].ask(patience=patience)))
                 except MissingError as error:
                     missing[name] = str(error)
                     del reports[name], sides[name]
@@ -358,6 +362,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatch-tokens", type=int, help="ours; default: the trainer's")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 16, 8], help="TRL's completions a pass")
+    parser.add_argument("--trl-precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS), help="TRL's")
+    parser.add_argument("--patience", type=float, default=900, help="seconds after which a step of TRL is given up")
     parser.add_argument("--no-continuous", dest="continuous", action="store_false", help="do not try it for TRL")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="does everything work? The times mean nothing")

@@ -4,8 +4,10 @@ tests of configuration and data run without it."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import gc
+import itertools
 import logging
 import os
 import shutil
@@ -39,6 +41,12 @@ def pytest_configure() -> None:
     # Else every worker, and every process that a test starts, compiles the tests and the package anew.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests that start processes wait for them a third of the time."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @pytest.hookimpl(wrapper=True)
@@ -91,7 +99,8 @@ def _budgets_are_measured_once() -> Iterator[None]:
 def _mistakes_in_trials_are_raised() -> Iterator[None]:
     """An implementation whose trial fails is not used, and the next one hides a mistake of the package's own: tests
     raise what only a mistake raises. (Elsewhere the package reads what models' own code returns.)"""
-    rooms = ("policy/recurrent", "policy/custom_", "policy/attention", "policy/lean", "rollout/shared", "rollout/lean")
+    rooms = ("policy/recurrent", "policy/custom_", "policy/attention", "policy/lean", "policy/fused", "policy/mixers")
+    rooms += ("rollout/shared", "rollout/lean")
     modules = [sys.modules[name] for name in ("cohort.policy.choose", "cohort.rollout.choose") if name in sys.modules]
 
     def one_line(error: Exception) -> str:
@@ -110,6 +119,45 @@ def _mistakes_in_trials_are_raised() -> Iterator[None]:
     yield
     for module in modules:
         module.one_line = real
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _trials_are_made_once(_mistakes_in_trials_are_raised: None) -> Iterator[None]:
+    """Implementations are tried once for models of one shape: every trainer and every engine would compare its own with
+    the model's forward pass, which is a sixth of a small run. Tests of the implementations themselves try each time."""
+    modules = [sys.modules[name] for name in ("cohort.policy.choose", "cohort.rollout.choose") if name in sys.modules]
+    real, passed = modules[0].first_correct if modules else None, set[str]()
+
+    def first_correct(candidates: Any, gaps: Any, model: Any, failures: list[str]) -> Any:
+        torch, first = sys.modules["torch"], next(candidates := iter(candidates), None)
+        every = itertools.chain(() if first is None else (first,), candidates)
+        room = os.environ.get("PYTEST_CURRENT_TEST", "").split("/")[:2]
+        if first is None or room in (["tests", "policy"], ["tests", "rollout"], ["tests", "families"]):
+            return real(every, gaps, model, failures)
+        with torch.no_grad(), contextlib.suppress(Exception):
+            made = first.construct()
+            made.description += sys.modules["cohort.policy.choose"].in_parentheses(failures)
+            if key_of(made, gaps, model) in passed:
+                return made
+        before = len(failures)
+        chosen = real(every, gaps, model, failures)
+        if chosen is not None and len(failures) == before:
+            passed.add(key_of(chosen, gaps, model))
+        return chosen
+
+    def key_of(chosen: Any, gaps: Any, model: Any) -> str:
+        shapes = [(name, one.shape, one.dtype, one.requires_grad) for name, one in model.model.named_parameters()]
+        saving = [name for name, one in model.model.named_modules() if getattr(one, "gradient_checkpointing", False)]
+        attention = model.model.config._attn_implementation
+        return repr(
+            (gaps.__module__, chosen.description, shapes, saving, attention, model.model.config, model.precision)
+        )
+
+    for module in modules:
+        module.first_correct = first_correct
+    yield
+    for module in modules:
+        module.first_correct = real
 
 
 @pytest.fixture(scope="session")

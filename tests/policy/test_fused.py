@@ -9,7 +9,7 @@ from torch import nn
 
 from cohort.native import Unavailable, load
 from cohort.policy import CompletionStates, Head, head
-from cohort.policy.lean import Fused
+from cohort.policy.fused import Fused
 from tests.policy.plain import distribution_of, random_supports, threads
 
 try:

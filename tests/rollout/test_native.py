@@ -277,9 +277,13 @@ def test_activation(shape, gelu, dtype):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """A process that has not asked for the library yet, and an empty folder to keep it in."""
+    """A process that has not asked for the library yet, an empty folder to keep it in, and a source that is compiled at
+    once."""
+    (tmp_path / "source").mkdir()
+    source = tmp_path / "source" / "kernels.c"
+    source.write_text(f"void cohort_set_threads(void) {{}}\nint cohort_lanes(void) {{ return {KERNELS.lanes}; }}\n")
+    monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setenv("COHORT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # quickly made, and nothing is computed with it for long
     build._load_once.cache_clear()
     yield tmp_path / "cache"
     build._load_once.cache_clear()

@@ -6,8 +6,8 @@ import pytest
 
 from cohort import GRPOConfig
 from cohort.errors import ConfigError, RunFolderError
-from cohort.runs import describe_changes, fact_changes, refuse
-from cohort.runs.changes import check_keys, setting_changes
+from cohort.runs.changes import check_keys, fact_changes, refuse, setting_changes
+from cohort.runs.changes import describe as describe_changes
 from cohort.runs.facts import entries
 
 FACTS = {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cohort.errors import RunFolderError
 from cohort.rewards.scores import Scores
-from cohort.runs import StoredRollout, Unstorable, load_rollout, save_rollout
+from cohort.runs.rollouts import StoredRollout, Unstorable, load_rollout, save_rollout
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 
 

@@ -8,8 +8,8 @@ import pytest
 from cohort.cli import main
 from cohort.errors import RunFolderError
 from cohort.lock import Lock
-from cohort.runs import RunFolder
 from cohort.runs.durable import MANIFEST
+from cohort.runs.folder import RunFolder
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.train.harness import make_trainer, metrics_of, same_parameters
 

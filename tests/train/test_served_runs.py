@@ -59,7 +59,8 @@ def straight(demo_tokenizer, tmp_path_factory):
 
 def served(tokenizer, folder, *stand_ins, **settings):
     url = tuple(one.url for one in stand_ins)
-    return make_trainer(tokenizer, folder, engine="vllm", url=url, **{"max_steps": STEPS} | settings)
+    sizes = {"max_steps": STEPS, "prompts_per_step": 2, "max_completion_length": 6}
+    return make_trainer(tokenizer, folder, engine="vllm", url=url, **sizes | settings)
 
 
 def test_a_run_trains_the_policy_that_the_servers_sample_from(demo_tokenizer, tmp_path, serve):
@@ -108,7 +109,7 @@ def test_the_death_of_a_server_changes_nothing(demo_tokenizer, tmp_path, serve, 
     _, first, second = serve(demo_tokenizer, 2)
 
     def dies(number, body, answer):
-        if number == 12:  # in the second step; the trial takes one or two
+        if number == 7:  # in the second step; the trial takes one or two
             threading.Thread(target=first.die).start()
             time.sleep(0.3)
         return answer

@@ -18,10 +18,16 @@ from cohort.config import GRPOConfig as Settings
 from cohort.errors import ConfigError
 from cohort.trl import GRPOConfig, batch, callbacks, completions, hub, trainer
 from cohort.trl.config import defaults
-from cohort.trl.fields import FIELDS, RENAMED, of_verdict
+from cohort.trl.fields import FIELDS, RENAMED
 from cohort.trl.translate import translate
 
 DEFAULTS = dict(defaults(GRPOConfig))
+
+
+def of_verdict(verdict: str) -> tuple[str, ...]:
+    return tuple(name for name, field in FIELDS.items() if field.verdict == verdict)
+
+
 VALUES: dict[str, Any] = {
     "accelerator_config": {"dispatch_batches": False},
     "adam_beta1": 0.8,

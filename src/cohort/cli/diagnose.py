@@ -25,7 +25,7 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
     from cohort.report.diagnosis import Diagnosis, Level, health_line, not_run, worst
     from cohort.report.history import RunHistory
     from cohort.report.words import one_line
-    from cohort.runs import as_json
+    from cohort.runs.lines import as_json
 
     history = RunHistory.read(run)
     diagnosis = Diagnosis(history.settings)

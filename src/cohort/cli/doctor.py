@@ -39,7 +39,7 @@ def doctor(
         if not json_output:
             print(finding.show(), flush=True)
     from cohort.doctor import Status, summary
-    from cohort.runs import as_json
+    from cohort.runs.lines import as_json
 
     failed = any(finding.status is Status.FAIL for finding in found)
     if json_output:

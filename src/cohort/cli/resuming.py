@@ -39,7 +39,10 @@ def resume(
         trust: Run the code that the settings in this run folder name, though this account has not run it before.
     """
     from cohort.config import load_config, setting_names
-    from cohort.runs import CONTINUED_BY, RunFolder, check_run_settings, last_start, with_whole_names
+    from cohort.runs.folder import RunFolder
+    from cohort.runs.settings import with_whole_names
+    from cohort.runs.starts import CONTINUED_BY, last_start
+    from cohort.runs.trust import check_run_settings
 
     folder = RunFolder(Path(run).expanduser().resolve())
     folder.check_is_run()

@@ -30,7 +30,7 @@ from cohort.rollout import LocalEngine
 from cohort.rollout.budget import FREE_SHARE, free_bytes
 from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
-from cohort.runs import RunFolder
+from cohort.runs.folder import RunFolder
 from cohort.runs.saving import COPY_SHARE
 from cohort.runs.tensors import own
 from cohort.train import TrainerParts

@@ -109,7 +109,7 @@ def job_of(
     _check_total(ranks * flags.nnodes, flags.layout or layout, prompts, device)
     numbered = output_dir is None
     if output_dir is None:
-        from cohort.runs import RunFolder
+        from cohort.runs.folder import RunFolder
 
         output_dir = str(RunFolder.next_free("run" if training else "demo").path)
         arguments += ["--run.output_dir" if training else "--output-dir", output_dir]

@@ -25,7 +25,10 @@ from cohort.replay.compare import Pair
 from cohort.replay.show import sentence, show
 from cohort.replay.stored import Known, Stored, read_step, stored_steps
 from cohort.replay.weights import Before
-from cohort.runs import as_json, check_code, check_files, steps_of, write_atomically
+from cohort.runs.durable import write_atomically
+from cohort.runs.lines import as_json
+from cohort.runs.reading import steps_of
+from cohort.runs.trust import check_code, check_files
 
 VERSION = 1
 """Of the result; see docs/replay.md."""

@@ -18,9 +18,10 @@ from cohort.replay.coefficients import Laid, Settings, laid_out
 from cohort.replay.compare import Products
 from cohort.replay.stored import Known, Stored
 from cohort.rollout import Sampling
-from cohort.runs import Models, damage_named, last_start, load_checkpoint, saved_identity, steps_of
-from cohort.runs.checkpoints import UPDATES, check_checkpoint
+from cohort.runs.checkpoints import UPDATES, Models, check_checkpoint, load_checkpoint, saved_identity
 from cohort.runs.facts import take_threads
+from cohort.runs.reading import damage_named, steps_of
+from cohort.runs.starts import last_start
 from cohort.train import (
     Adaptive,
     NonFinite,

@@ -7,8 +7,7 @@ two parts, takes one softmax over both, and adds the two parts of the output:
     prompt part   the rows of a group together over their prompt       [prompts x KV heads] products
 
 Shapes are padded (rows to 8, tokens to 32) with zero weights, so that on a CPU the numbers of a row do not depend on
-the
-number of rows: see ``docs/rollout.md``.
+the number of rows: see ``docs/rollout.md``.
 
 Axis letters: S rows, P prompts, A query heads, K key-value heads, D head dimension, T tokens of a row, X tokens of a
 prompt, M largest number of rows of one prompt, L tokens of a text that is read.
@@ -27,7 +26,7 @@ from torch.nn import functional
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, soft_cap
-from cohort.policy.lean import rotated
+from cohort.policy.fused import rotated
 from cohort.policy.parts import Experts, Norm, UnsupportedModel
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
@@ -60,9 +59,9 @@ class LeanBackend(Backend):
         compute, wide = policy.precision.compute, policy.precision.master
         self._wide = wide
         self._identity = anatomy.identity()
-        self.weights = DecoderWeights(anatomy, compute)
         without = policy.why_no_kernels() if native_kernels else "switched off"
         self._kernels = None if without else Kernels()
+        self.weights = DecoderWeights(anatomy, compute, native=self.is_native)
         # On a CPU, torch's batched products of few rows are no slower in float32 than in bfloat16.
         self._cache_dtype = wide if policy.device.type == "cpu" and self._kernels is None else compute
         self._activation: Callable[[Tensor], Tensor] = functional.silu
@@ -129,7 +128,7 @@ class LeanBackend(Backend):
             ) from None
         if (identity := anatomy.identity()) != self._identity:
             self.anatomy, self._identity = anatomy, identity
-            self.weights = DecoderWeights(anatomy, self.weights.dtype)
+            self.weights = DecoderWeights(anatomy, self.weights.dtype, native=self.is_native)
 
     def end(self) -> None:
         """See ``Backend``."""
@@ -137,7 +136,7 @@ class LeanBackend(Backend):
 
     def sleep(self) -> None:
         """See ``Backend``. Frees the copies of weights in compute precision."""
-        self.weights = DecoderWeights(self.anatomy, self.weights.dtype)
+        self.weights = DecoderWeights(self.anatomy, self.weights.dtype, native=self.is_native)
 
     @torch.inference_mode()
     def add_rows(self, prompts: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from cohort.policy.anatomy import Anatomy
 from cohort.policy.float32_head import is_float32
 from cohort.policy.parts import Experts, Gated, Linear, Norm
+from cohort.rollout.product import NativeProduct, multiplies
 
 PACKED_ROWS = 64
 """Number of rows that packed matrices are laid out for. The layout suits other numbers too."""
@@ -28,15 +29,20 @@ class Product:
         linears: the layers.
         dtype: of computation and output.
         widths: of the parts of the output; otherwise each linear's output is one.
+        native: whether the native kernel computes products in float32.
     """
 
-    def __init__(self, linears: Sequence[Linear], dtype: torch.dtype, widths: Sequence[int] = ()) -> None:
+    def __init__(
+        self, linears: Sequence[Linear], dtype: torch.dtype, widths: Sequence[int] = (), *, native: bool = False
+    ) -> None:
         self._linears = tuple(linears)
         self._dtype = dtype
         self._casts = any(linear.weight.dtype != dtype for linear in linears)
         self._weights: list[Tensor] = []
         self._biases: list[Tensor | None] = []
         self._packed: Tensor | None = None
+        self._wants_native = native
+        self._native: NativeProduct | None = None
         self._widths = [linear.weight.shape[0] for linear in linears]
         self._cuts = list(widths) if len(widths) > len(linears) else None
         self._adapters: list[tuple[int, Tensor, Tensor, float]] = []
@@ -58,6 +64,8 @@ class Product:
                 self._weights = []
         else:
             self._weights, self._biases = weights, biases
+        if self._wants_native and self._weights and multiplies(self._weights):
+            self._native = NativeProduct(self._weights, self._biases)
         self._adapters = []
         for number, linear in enumerate(self._linears):
             for adapter in linear.adapters:
@@ -68,7 +76,9 @@ class Product:
         """``x`` of shape ``[N, in]`` to the parts of the output, ``[N, out_i]``."""
         if x.dtype != self._dtype:
             x = x.to(self._dtype)
-        if self._packed is not None:
+        if self._native is not None:
+            parts = self._split(self._native(x))
+        elif self._packed is not None:
             parts = self._split(torch.ops.mkldnn._linear_pointwise(x, self._packed, self._biases[0], "none", [], ""))
         elif self._casts:
             parts = self._split(functional.linear(x, self._weights[0], self._biases[0]))
@@ -118,32 +128,35 @@ class LayerWeights:
     down: Product | None
 
 
-def _of_mlp(mlp: Gated | Experts, dtype: torch.dtype) -> tuple[Product | None, Product | None]:
-    if isinstance(mlp, Experts):
-        return None, None
-    return Product(mlp.gate_up.linears, dtype, mlp.gate_up.widths), Product([mlp.down], dtype)
-
-
 class DecoderWeights:
     """The products and norm factors of a model.
 
     Args:
         anatomy: the model.
         dtype: of the products.
+        native: see ``Product``.
     """
 
-    def __init__(self, anatomy: Anatomy, dtype: torch.dtype) -> None:
+    def __init__(self, anatomy: Anatomy, dtype: torch.dtype, *, native: bool = False) -> None:
+        def of_mlp(mlp: Gated | Experts) -> tuple[Product | None, Product | None]:
+            if isinstance(mlp, Experts):
+                return None, None
+            gate_up = Product(mlp.gate_up.linears, dtype, mlp.gate_up.widths, native=native)
+            return gate_up, Product([mlp.down], dtype, native=native)
+
         self.anatomy = anatomy
         self.dtype = dtype
+        self.native = native
         self.layers = [
             LayerWeights(
-                Product(layer.qkv.linears, dtype, layer.qkv.widths),
-                Product([layer.output], dtype),
-                *_of_mlp(layer.mlp, dtype),
+                Product(layer.qkv.linears, dtype, layer.qkv.widths, native=native),
+                Product([layer.output], dtype, native=native),
+                *of_mlp(layer.mlp),
             )
             for layer in anatomy.layers
         ]
-        self.head = Product([anatomy.head], torch.float32 if is_float32(anatomy.head.module) else dtype)
+        head_dtype = torch.float32 if is_float32(anatomy.head.module) else dtype
+        self.head = Product([anatomy.head], head_dtype, native=native)
         self.refreshed = 0
         """How often the weights were read: once per update that changed them."""
         self._factors: dict[int, Tensor] = {}

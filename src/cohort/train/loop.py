@@ -33,7 +33,8 @@ from cohort.parallel import on_main, together
 from cohort.policy import Policy
 from cohort.rewards import TrainerState
 from cohort.rollout import Sampling
-from cohort.runs import RunFolder, check_saved
+from cohort.runs.folder import RunFolder
+from cohort.runs.models import check_saved
 from cohort.train.ahead import Ahead
 from cohort.train.check import check_sampler_gap
 from cohort.train.clock import PhaseClock

@@ -11,15 +11,18 @@ from cohort.trl.fields import FIELDS, RENAMED
 from cohort.trl.translate import UNUSED_KEYS
 
 ENGINE = ("max_model_length", "tensor_parallel_size", "gpu_memory_utilization", "model_impl")
+SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 ENGINE_OF_COLOCATE = (*(f"vllm_{name}" for name in ENGINE), "vllm_dtype", "vllm_enable_prefix_caching")
+
+
+def _named(prefix: str) -> tuple[str, ...]:
+    return tuple(name for name in FIELDS if name.startswith(prefix))
+
+
 GATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (tuple(name for name in FIELDS if name.startswith("vllm_")), lambda a: a.use_vllm, "use_vllm is False"),
+    (_named("vllm_"), lambda a: a.use_vllm, "use_vllm is False"),
     (ENGINE_OF_COLOCATE, lambda a: a.vllm_mode != "server", "the server of vllm_mode 'server' has its own"),
-    (
-        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
-        lambda a: a.vllm_mode == "server",
-        "vllm_mode is 'colocate'",
-    ),
+    (SERVER, lambda a: a.vllm_mode == "server", "vllm_mode is 'colocate'"),
     (
         tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")),
         lambda a: a.vllm_importance_sampling_correction and a.loss_type != "vespo",
@@ -29,16 +32,8 @@ GATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon",), lambda a: a.loss_type not in ("cispo", "sapo", "vespo"), "loss_type has no lower bound"),
     (("epsilon_high",), lambda a: a.loss_type not in ("sapo", "vespo"), "loss_type does not clip"),
     (("importance_sampling_level",), lambda a: a.loss_type != "vespo", "loss_type 'vespo' has its own"),
-    (
-        tuple(name for name in FIELDS if name.startswith("sapo_")),
-        lambda a: a.loss_type == "sapo",
-        "loss_type is not 'sapo'",
-    ),
-    (
-        tuple(name for name in FIELDS if name.startswith("vespo_")),
-        lambda a: a.loss_type == "vespo",
-        "loss_type is not 'vespo'",
-    ),
+    (_named("sapo_"), lambda a: a.loss_type == "sapo", "loss_type is not 'sapo'"),
+    (_named("vespo_"), lambda a: a.loss_type == "vespo", "loss_type is not 'vespo'"),
     (
         ("scale_rewards",),
         lambda a: a.multi_objective_aggregation != "normalize_then_sum",

@@ -44,17 +44,6 @@ INSTEAD = {
     "environment.factory": "environment_factory",
     "run.num_epochs": "num_train_epochs",
     "run.max_steps": "max_steps",
-    "trust_region.tau_positive": "sapo_temperature_pos",
-    "trust_region.tau_negative": "sapo_temperature_neg",
-    "trust_region.k_positive": "vespo_k_pos",
-    "trust_region.k_negative": "vespo_k_neg",
-    "trust_region.lambda_positive": "vespo_lambda_pos",
-    "trust_region.lambda_negative": "vespo_lambda_neg",
-    "entropy.coefficient": "entropy_coef",
-    "entropy.target": "entropy_target",
-    "entropy.step": "entropy_coef_delta",
-    "entropy.minimum": "entropy_coef_min",
-    "entropy.maximum": "entropy_coef_max",
     "mismatch.threshold": "off_policy_mask_threshold",
 }
 """What a TRL script has in place of settings of Cohort that no field names alone."""

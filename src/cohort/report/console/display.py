@@ -22,7 +22,7 @@ from cohort.watchdog import waits_of
 
 if TYPE_CHECKING:
     from cohort.config import Schedule
-    from cohort.runs import RunFolder
+    from cohort.runs.folder import RunFolder
 
 PLAIN_LINES = 20
 """Progress lines of a whole run without a terminal, at least."""

@@ -20,7 +20,7 @@ from cohort.report.files import flat
 from cohort.report.history import RunHistory
 from cohort.report.page.blocks import MAX_KEY, short
 from cohort.report.words import PHASES, duration
-from cohort.runs import how_to_continue
+from cohort.runs.starts import how_to_continue
 
 HEADLINE = re.compile(r"(^|/)(reward|pass@1)/mean$")
 MAX_VALUE = 2_000

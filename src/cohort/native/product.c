@@ -1,0 +1,92 @@
+/* The matrix products of a decode step: y = x W^T + b in float32, for few rows and weights as they lie in the model.
+ *
+ * Libraries rearrange a matrix before they multiply, which for few rows takes longer than the products. Here the rows
+ * are rearranged, so that a vector holds one input of LANES rows, and weights are read once, in order. The sum of each
+ * output runs over its inputs in order, DEPTH at a time: it depends neither on the other rows nor on their number.
+ */
+#include "vectors.h"
+
+#define DEPTH 128   /* inputs of a partial sum: bounds the number of roundings */
+#define OUTPUTS 12  /* sums that a thread computes at a time: enough to keep the multipliers busy */
+#define PAIR (2 * LANES)
+#define CHUNK 64    /* rows at a time, a multiple of PAIR: they stay in the cache while the weights pass by */
+#define STRIDE 16   /* weights of a cache line */
+#define UNROLL_ALL _Pragma("GCC unroll 16")
+
+typedef struct {
+    const float *x;       /* [rows, in] */
+    const int64_t *parts; /* [count, 3] for matrices side by side: addresses of weights and bias, number of outputs */
+    float *turned;        /* [in, rows], in blocks of PAIR rows; room for CHUNK rows */
+    float *y;             /* [rows, all outputs] */
+    int64_t rows, in, out, count, threads;
+} product;
+
+static void turn_block(void *what, int64_t block, int thread) {
+    const product *p = what;
+    const int64_t first = block * PAIR;
+    float *to = p->turned + first * p->in;
+    (void)thread;
+    for (int64_t from = 0; from < p->in; from += LANES)
+        for (int64_t r = 0; r < PAIR; r++)
+            for (int64_t k = from; k < sooner(from + LANES, p->in); k++)
+                to[k * PAIR + r] = first + r < p->rows ? p->x[(first + r) * p->in + k] : 0;
+}
+
+/* Sums of `n` outputs for `wide` vectors of rows. `next`: weights to fetch meanwhile; NULL: none. */
+INLINE void tile(const int n, const int wide, const float *x, const float *const *weights, const float *next,
+                 int64_t in, vec *total) {
+    UNROLL_ALL for (int i = 0; i < OUTPUTS; i++) total[i] = (vec){0};
+    for (int64_t from = 0; from < in; from += DEPTH) {
+        const int64_t end = sooner(from + DEPTH, in);
+        vec part[OUTPUTS] = {0};
+        for (int64_t k = from; k < end; k++) {
+            vec rows[2];
+            if (next && k % STRIDE == 0)
+                for (int i = 0; i < n; i++) __builtin_prefetch(next + i * in + k);
+            UNROLL_ALL for (int w = 0; w < wide; w++) rows[w] = load(x, k * PAIR + w * LANES, 0);
+            UNROLL_ALL for (int i = 0; i < n; i++) {
+                const vec weight = all(weights[i][k]);
+                UNROLL_ALL for (int w = 0; w < wide; w++)
+                    part[i * wide + w] = multiply_add(weight, rows[w], part[i * wide + w]);
+            }
+        }
+        UNROLL_ALL for (int i = 0; i < OUTPUTS; i++) total[i] += part[i];
+    }
+}
+
+static void panel(void *what, int64_t number, int thread) {
+    const product *p = what;
+    const int64_t *part = p->parts;
+    int64_t before = 0;
+    for (int64_t size; number >= (size = (part[2] + OUTPUTS - 1) / OUTPUTS); number -= size, part += 3) before += part[2];
+    const float *matrix = (const float *)part[0], *bias = (const float *)part[1], *weights[OUTPUTS];
+    const int64_t first = number * OUTPUTS, count = sooner(OUTPUTS, part[2] - first), half = OUTPUTS / 2;
+    (void)thread;
+    for (int64_t i = 0; i < OUTPUTS; i++) weights[i] = matrix + (first + sooner(i, count - 1)) * p->in;
+    for (int64_t row = 0; row < p->rows; row += PAIR) {
+        const float *next = row || first + 2 * OUTPUTS > part[2] ? 0 : matrix + (first + OUTPUTS) * p->in;
+        const float *x = p->turned + row * p->in;
+        const int both = row + LANES < p->rows;
+        for (int64_t from = 0; from < count; from += both ? half : OUTPUTS) {
+            vec total[OUTPUTS];
+            if (both) tile(OUTPUTS / 2, 2, x, weights + from, next ? next + from * p->in : 0, p->in, total);
+            else tile(OUTPUTS, 1, x, weights, next, p->in, total);
+            const int64_t width = both ? PAIR : LANES, found = sooner(count - from, both ? half : OUTPUTS);
+            for (int64_t r = 0; r < sooner(width, p->rows - row); r++)
+                for (int64_t i = 0; i < found; i++)
+                    p->y[(row + r) * p->out + before + first + from + i] =
+                        ((const float *)total)[i * width + r] + (bias ? bias[first + from + i] : 0);
+        }
+    }
+}
+
+void cohort_product(product *whole) {
+    int64_t panels = 0;
+    for (int64_t i = 0; i < whole->count; i++) panels += (whole->parts[i * 3 + 2] + OUTPUTS - 1) / OUTPUTS;
+    for (int64_t row = 0; row < whole->rows; row += CHUNK) {
+        product p = *whole;
+        p.x += row * p.in, p.y += row * p.out, p.rows = sooner(CHUNK, p.rows - row);
+        run(turn_block, &p, (p.rows + PAIR - 1) / PAIR, (int)p.threads);
+        run(panel, &p, panels, (int)p.threads);
+    }
+}

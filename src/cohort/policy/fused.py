@@ -1,0 +1,180 @@
+"""What a layer computes between its matrix products, each as one differentiable operation.
+
+On a CPU these are the kernels of update.c, which read the numbers once and keep only what their backward passes need.
+Elsewhere, and in float64, torch's own operations compute the same.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from cohort.native import call, require, threads_for
+
+
+class Fused:
+    """The operations; see the module.
+
+    Args:
+        native: whether the native kernels compute them; otherwise torch does.
+        wide: dtype of the residual stream and of sums: float32 or float64.
+        narrow: dtype of the factors of matrix products.
+    """
+
+    def __init__(self, native: bool, wide: torch.dtype, narrow: torch.dtype) -> None:
+        self.native, self.wide, self.narrow = native, wide, narrow
+
+    def norm(self, x: Tensor, factor: Tensor, eps: float, *, centred: bool = False, wide: bool = False) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * factor``, over the last axis; if centred, of x without its mean.
+
+        Args:
+            x: in either dtype.
+            factor: one number per entry of the last axis, in the wide dtype.
+            eps: added to the mean.
+            centred: whether the mean is subtracted first. Torch has an operation for this on every device.
+            wide: return the wide dtype, for a result that is added to the residual stream.
+        """
+        dtype = self.wide if wide else self.narrow
+        if centred:
+            return functional.layer_norm(x.to(self.wide), x.shape[-1:], factor, eps=eps).to(dtype)
+        if not self.native:
+            return functional.rms_norm(x.to(self.wide), x.shape[-1:], factor, eps).to(dtype)
+        out: Tensor = _AddNorm.apply(x, None, factor, eps, dtype)  # type: ignore[no-untyped-call]
+        return out
+
+    def add_norm(
+        self, x: Tensor, update: Tensor | None, factor: Tensor, eps: float, *, centred: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream with an update added, and its norm in the narrow dtype."""
+        if update is None or centred or not self.native:
+            x = x if update is None else x + update
+            return x, self.norm(x, factor, eps, centred=centred)
+        pair: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, factor, eps, self.narrow)  # type: ignore[no-untyped-call]
+        return pair
+
+    def rotate(self, x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, neighbours: bool = False) -> Tensor:
+        """Rotary embedding of the first R dimensions of a head in the narrow dtype: ``[x1, x2] -> [x1 cos - x2 sin,
+        x2 cos + x1 sin]`` with their halves x1 and x2, or with neighbours x1 and x2."""
+        if self.native:
+            out: Tensor = _Rotate.apply(x_TAD, cos_TR, sin_TR, self.narrow, neighbours)  # type: ignore[no-untyped-call]
+            return out
+        return rotated(x_TAD.to(self.wide), cos_TR[:, None], sin_TR[:, None], neighbours=neighbours).to(self.narrow)
+
+    def gate(self, gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
+        """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype."""
+        gate, up = gate.to(self.narrow), up.to(self.narrow)  # adapters may return a wider dtype
+        if self.native:
+            out: Tensor = _Gate.apply(gate, up, gelu)  # type: ignore[no-untyped-call]
+            return out
+        activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
+        return activation(gate) * up
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> Tensor:
+    """``Fused.rotate`` by torch, with angles for each head."""
+    width = cos.shape[-1]
+    x, rest = x[..., :width], x[..., width:]
+    if neighbours:
+        cos, sin = (torch.stack(part.chunk(2, dim=-1), dim=-1).flatten(-2) for part in (cos, sin))
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+    x = x * cos + turned * sin
+    return torch.cat([x, rest], dim=-1) if rest.shape[-1] else x
+
+
+class _AddNorm(torch.autograd.Function):
+    """The sum of x and an update, and its norm; without an update the norm alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, update: Tensor | None, factor: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        x, factor, update = x.contiguous(), factor.contiguous(), None if update is None else update.contiguous()
+        require(factor.dtype == torch.float32 and factor.shape == x.shape[-1:], "a factor for each number of a row")
+        require(update is None or (x.dtype == torch.float32 and update.shape == x.shape), "sums are float32")
+        total = None if update is None else torch.empty_like(x)
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        scale, out = x.new_empty(rows, dtype=torch.float32), torch.empty_like(x, dtype=dtype)
+        call(
+            "norm", x=x, update=update, factor=factor, sum=total, scale=scale, out=out, rows=rows, width=width, eps=eps
+        )
+        ctx.save_for_backward(x if total is None else total, scale, factor)
+        ctx.update_dtype = None if update is None else update.dtype
+        ctx.set_materialize_grads(False)
+        return out if total is None else (total, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, scale, factor = ctx.saved_tensors
+        dtype = ctx.update_dtype
+        grad_sum, grad = (None, *grads)[-2:]
+        if grad is None:  # only the stream was used
+            return grad_sum, None if grad_sum is None else grad_sum.to(dtype), None, None, None
+        grad_sum = None if grad_sum is None else grad_sum.contiguous()
+        width, threads = x.shape[-1], threads_for(x.numel())
+        require(grad_sum is None or grad_sum.dtype == torch.float32, "sums are float32")
+        grad_x = torch.empty_like(x)
+        grad_update = torch.empty_like(x, dtype=dtype) if dtype == torch.bfloat16 else None
+        grad_factor = x.new_zeros(threads, width, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        call(
+            "norm_grad", x=x, grad_out=grad.contiguous(), factor=factor, scale=scale, grad_sum=grad_sum, grad_x=grad_x,
+            grad_update=grad_update, grad_factor=grad_factor, rows=x.numel() // width, width=width, threads=threads,
+        )  # fmt: skip
+        grad_update = grad_x if dtype == torch.float32 else grad_update
+        return grad_x, grad_update, None if grad_factor is None else grad_factor.sum(0), None, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, dtype: torch.dtype, neighbours: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos_TR.contiguous(), sin_TR.contiguous())
+        ctx.dtype, ctx.neighbours = x_TAD.dtype, neighbours
+        return _rotated(x_TAD, cos_TR, sin_TR, dtype, transposed=False, neighbours=neighbours)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TAD: Tensor) -> tuple[Tensor | None, ...]:
+        cos_TR, sin_TR = ctx.saved_tensors
+        grad_x = _rotated(grad_TAD, cos_TR, sin_TR, ctx.dtype, transposed=True, neighbours=ctx.neighbours)
+        return grad_x, None, None, None, None
+
+
+def _rotated(x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, dtype: torch.dtype, **flags: bool) -> Tensor:
+    (rows, heads, width), x_TAD, rotated = x_TAD.shape, x_TAD.contiguous(), cos_TR.shape[1]
+    require(cos_TR.dtype == sin_TR.dtype == torch.float32, "angles are float32")
+    fits = rotated <= width and rotated % 2 == 0
+    require(fits and cos_TR.shape == sin_TR.shape == (rows, rotated), "an angle for each rotated number")
+    out = torch.empty_like(x_TAD, dtype=dtype)
+    sizes = {"rows": rows, "heads": heads, "width": width, "rotated": rotated}
+    call("rotate", x=x_TAD, cos=cos_TR.contiguous(), sin=sin_TR.contiguous(), out=out, **sizes, **flags)
+    return out
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        require(gate.dtype == up.dtype and gate.shape == up.shape, "gate and up of one shape and dtype")
+        ctx.save_for_backward(gate, up)
+        ctx.gelu, out = gelu, torch.empty_like(gate)
+        call("gate", gate=gate, up=up, out=out, count=gate.numel(), gelu=gelu)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gate, up), grad = ctx.saved_tensors, grad.contiguous()
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        given = {"gate": gate, "up": up, "grad_out": grad, "grad_gate": grads[0], "grad_up": grads[1]}
+        call("gate", count=gate.numel(), gelu=ctx.gelu, **given)
+        return *grads, None
