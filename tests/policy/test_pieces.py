@@ -1,12 +1,13 @@
-"""Rows in pieces have the gradients of whole rows, and their activations do not grow with the row."""
+"""Rows in pieces have the gradients of whole rows; a token of a long row takes no more than its hidden states."""
 
 import pytest
 import torch
 
-from cohort.policy import PackedRows, Policy, pieces
+from cohort.policy import PackedRows, Policy, attention, pieces
+from cohort.train.memory import peak_bytes
 from tests.conftest import tiny_llama
 from tests.families.configs import small_model
-from tests.policy.plain import DOUBLE, LORA, WINDOW, assert_near, model_of, with_peft
+from tests.policy.plain import DOUBLE, LORA, MIXED, SINGLE, WINDOW, assert_near, model_of, with_peft
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
@@ -60,3 +61,50 @@ def test_pieces_change_no_gradient(monkeypatch, name, sizes, given):
     got, grads = trained(policy, rows_of(given=given), 64)
     torch.testing.assert_close(got, whole, rtol=0, atol=1e-12)
     assert_near(grads, expected, 1e-12)
+
+
+def test_blocks_of_a_prefix_change_no_gradient(monkeypatch):
+    """Some layers see a window: whole blocks lie before it."""
+    policy = Policy(MODELS["gemma2"]().double(), DOUBLE)
+    whole, expected = trained(policy, rows_of(), None)
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    got, grads = trained(policy, rows_of(), 64)
+    torch.testing.assert_close(got, whole, rtol=0, atol=1e-12)
+    assert_near(grads, expected, 1e-12)
+
+
+@pytest.mark.parametrize("precision", [SINGLE, MIXED], ids=str)
+def test_pieces_in_the_precisions_of_runs(precision):
+    """In bfloat16, a copy of a weight that is made without a graph must not be used with one."""
+    policy = Policy(MODELS["llama"](), precision)
+    whole, expected = trained(policy, rows_of(), None)
+    got, grads = trained(policy, rows_of(), 64)
+    tolerance = 1e-5 if precision == SINGLE else 3e-2  # rounding of either precision
+    torch.testing.assert_close(got, whole, rtol=0, atol=10 * tolerance)
+    assert_near(grads, expected, tolerance)
+
+
+def test_a_token_takes_no_more_than_its_hidden_states():
+    """Beyond the first pieces; four more numbers a token are ids and log-probs."""
+    layers, hidden = 3, 64
+    sizes = {"hidden_size": hidden, "intermediate_size": 256, "num_hidden_layers": layers, "num_key_value_heads": 1}
+    policy = Policy(tiny_llama(**sizes, max_position_embeddings=4096).double(), DOUBLE)
+    assert pieces.stage_sizes(layers, hidden, hidden // 4) == [2, 1]
+    few, many = (peak_bytes(policy, 8, length, most_tokens=64) for length in (256, 512))
+    assert (many - few) / 256 < 1.1 * layers * hidden * 8
+
+
+def test_rows_without_gradients_and_with_others_about_them():
+    """Log-probs of the old policy or the reference; where gradients are not added in place, rows stay whole."""
+    policy = Policy(MODELS["llama"]().double(), DOUBLE)
+    whole, expected = trained(policy, rows_of(), None)
+    with torch.no_grad():
+        prefixes = policy.passes.read(PROMPTS)
+        found = policy.states(prefixes, rows_of(), 0.8, most_tokens=64).logps().logps_N
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+    prefixes = policy.passes.read(PROMPTS, attached=True)
+    with policy.gradients_in_place():
+        logps_N = policy.states(prefixes, rows_of(), 0.8, most_tokens=64).logps().logps_N
+    weight = policy.model.model.layers[0].self_attn.k_proj.weight
+    (grad,) = torch.autograd.grad((logps_N * torch.linspace(-1, 2, len(logps_N))).sum(), weight)
+    torch.testing.assert_close(grad, expected["model.layers.0.self_attn.k_proj.weight"], rtol=0, atol=1e-11)

@@ -178,21 +178,20 @@ class Pieces:
         """Add the gradient to the parameters' and the prompt's."""
         assert self._inputs, "a row in pieces has one backward pass"
         for number in reversed(range(len(self.stages))):
-            kept = self._kept or self._again(number)
-            x = self._inputs.pop()
-            # The gradient of what a stage reads is written over the gradient of what it returns where that is possible.
-            if x is None:
-                grad_x = None
-            else:
-                alike = grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
-                grad_x = grad if alike else torch.empty_like(x)
-            kept.begin_backward()
-            for span in reversed(self.spans):
-                self._piece_backward(number, span, kept, x, grad, grad_x)
-            kept.end_backward()
-            self._kept = None
-            if grad_x is not None:
-                grad = grad_x
+            grad = self._stage_backward(number, grad)
+
+    def _stage_backward(self, number: int, grad: Tensor) -> Tensor:
+        """From the gradient of what a stage returns to that of what it reads, which is written over it if possible."""
+        kept, self._kept = self._kept or self._again(number), None
+        x, grad_x = self._inputs.pop(), grad
+        alike = x is None or (grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous())
+        if x is not None and not alike:
+            grad_x = torch.empty_like(x)
+        kept.begin_backward()
+        for span in reversed(self.spans):
+            self._piece_backward(number, span, kept, x, grad, grad_x)
+        kept.end_backward()
+        return grad_x
 
     def _again(self, number: int) -> Kept:
         """What the layers of a stage keep of the row."""
@@ -207,7 +206,7 @@ class Pieces:
         return kept
 
     def _piece_backward(
-        self, number: int, span: Span, kept: Kept, x: Tensor | None, grad: Tensor, grad_x: Tensor | None
+        self, number: int, span: Span, kept: Kept, x: Tensor | None, grad: Tensor, grad_x: Tensor
     ) -> None:
         last = number + 1 == len(self.stages)
         leaf = None if x is None else x[span.tokens].detach().requires_grad_()
@@ -221,7 +220,7 @@ class Pieces:
             values, grads = zip(*pairs, strict=True)
             torch.autograd.backward(values, grads)
         kept.collect()
-        if leaf is not None and grad_x is not None:
+        if leaf is not None:
             grad_x[span.tokens] = 0 if leaf.grad is None else leaf.grad
 
 

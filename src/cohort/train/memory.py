@@ -24,8 +24,8 @@ MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
 """More tokens in a pass save little time and need memory in proportion."""
 FEWEST_TOKENS = 256
 PROBED_TOKENS = (64, 192)
-ROW_PIECES = (2, 4)
-"""Rows of so many pieces show what a token of a long row takes."""
+PROBED_PIECE, PROBED_PIECES = 64, (4, 8)
+"""Completions of so many small pieces show what a token of a long completion takes."""
 FREE_SHARE = 0.5
 """Share of the free memory that a pass may take."""
 MEBI = 2**20
@@ -133,24 +133,19 @@ def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, lon
             tokens = min(tokens, max(FEWEST_TOKENS, int((free * FREE_SHARE - fixed) / per_token)))
     budget = TokenBudget(tokens, free=free, longest=longest_completion if cut else 0)
     if budget.longest > budget.piece:
-        longest = _peak_in_pieces(policy, longest, longest_prompt, longest_completion, budget.piece)
+        in_pieces = _peak_in_pieces(policy, longest_prompt, longest_completion, budget.piece, per_token)
+        longest = max(longest, in_pieces)
     budget.predicted_bytes = int(max(longest, fixed + per_token * tokens))
     return budget
 
 
-def _peak_in_pieces(policy: Policy, of_piece: int, prompt_length: int, completion_length: int, piece: int) -> int:
-    """The peak of a completion in pieces: measured if it is short, else a straight line through shorter ones.
-
-    Args:
-        policy: the model to be trained.
-        of_piece: the peak of one piece.
-        prompt_length, completion_length, piece: in tokens.
-    """
-    small, large = (pieces * FEWEST_TOKENS for pieces in ROW_PIECES)
-    if completion_length <= large:
-        return peak_bytes(policy, prompt_length, completion_length, most_tokens=piece)
-    few, many = (peak_bytes(policy, 1, length, most_tokens=FEWEST_TOKENS) for length in (small, large))
-    return int(of_piece + max(0, many - few) / (large - small) * completion_length)
+def _peak_in_pieces(policy: Policy, prompt_length: int, completion_length: int, piece: int, per_token: float) -> int:
+    """The peak of a completion in pieces: a straight line through two short ones in small pieces, and the activations
+    of larger pieces."""
+    small, large = (min(count * PROBED_PIECE, completion_length) for count in PROBED_PIECES)
+    few, many = (peak_bytes(policy, prompt_length, length, most_tokens=PROBED_PIECE) for length in (small, large))
+    grown = max(0, many - few) / max(1, large - small) * (completion_length - large)
+    return int(many + grown + per_token * (piece - PROBED_PIECE))
 
 
 def peak_bytes(
