@@ -9,9 +9,10 @@ Llama-like models: ``tiny`` (6 layers of width 256, the model of ``step.py``) an
 with 14 heads, as in Qwen2.5-0.5B). Both have a vocabulary of 4,096, so that the layers are seen and not the head.
 
 *Update*: everything from a scored completion to the AdamW step, of one completion after a prompt of 64 tokens, in
-passes of 1,024 tokens (the default on a CPU): longer completions are computed in pieces (docs/update.md). Memory is the process's peak above what it held before, when weights, gradients and the optimizer's
-state were there. *Sampling*: one completion of the greatest length after a prompt of 64; seconds and memory are read
-when it has reached each length. Update and sampling have a process each, and lengths take turns from short to long.
+passes of 1,024 tokens (the default on a CPU): longer completions are computed in pieces (docs/update.md). Memory is the
+process's peak above what it held before, when weights, gradients and the optimizer's state were there. *Sampling*: one
+completion of the greatest length after a prompt of 64; seconds and memory are read when it has reached each length.
+Update and sampling have a process each, and lengths take turns from short to long.
 
 The slope between two lengths is that of their logarithms: 1 for a cost in proportion to the length, 2 for its square.
 ``bound`` is what most of the floating-point operations are at that length: ``layers`` (products with weights, the same

@@ -6,14 +6,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import functools
 import gc
+import inspect
 import itertools
 import logging
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,34 @@ def telling(cases: Any, *kept: Any) -> list[Any]:
         case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases
     ]
+
+
+def each(names: str | tuple[str, ...], cases: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
+    """As ``pytest.mark.parametrize``, in one test: for a case that takes less time than what pytest does for a test. All
+    cases run, and an error tells the case."""
+    columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+    table = [dict(zip(columns, case if len(columns) > 1 else (case,), strict=True)) for case in cases]
+    assert table
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @functools.wraps(function)
+        def of_each(*instance: Any, **fixtures: Any) -> None:
+            failed = []
+            for number, case in enumerate(table):
+                try:
+                    function(*instance, **fixtures, **case)
+                except (Exception, BaseExceptionGroup, pytest.fail.Exception) as error:
+                    error.add_note(f"case {number} of {function.__name__}: {case!r:.2000}")
+                    failed.append(error)
+            if failed:
+                raise failed[0] if len(failed) == 1 else BaseExceptionGroup(f"{len(failed)} cases fail", failed)
+
+        signature = inspect.signature(function)
+        kept = [one for name, one in signature.parameters.items() if name not in columns]
+        of_each.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return of_each
+
+    return decorate
 
 
 def family_model(family: str, **settings: Any) -> Any:

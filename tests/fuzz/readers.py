@@ -37,7 +37,7 @@ from cohort.runs.durable import check_whole, write_file, write_manifest
 from cohort.runs.folder import RunFolder
 from cohort.runs.generators import random_state, set_random_state
 from cohort.runs.reading import damage_named, read_best
-from cohort.runs.rollouts import StoredRollout, load_rollout, save_rollout
+from cohort.runs.rollouts import StoredRollout, encode_rollout, load_rollout, write_encoded
 from cohort.runs.starts import last_start
 from cohort.runs.tables import with_facts, write_table
 from cohort.runs.verify import verify
@@ -277,7 +277,7 @@ def some_rollout() -> StoredRollout:
 
 
 def prepare_rollout(folder: Path) -> None:
-    save_rollout(folder / "whole", some_rollout())
+    write_encoded(folder / "whole", encode_rollout(some_rollout()))
 
 
 def stored_seed(suffix: str) -> bytes:

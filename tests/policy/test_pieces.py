@@ -48,8 +48,8 @@ def trained(policy, rows, most):
         ("llama", [3], True),
         ("gemma2", [1, 1], True),
         ("lora", [1, 1], False),
-        ("granite4", [], True),
-        ("qwen3_5", [], False),
+        ("granite4", [1, 1], True),
+        ("qwen3_5", [1, 1], False),
     ],
 )
 def test_pieces_change_no_gradient(monkeypatch, name, sizes, given):

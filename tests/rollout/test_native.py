@@ -90,7 +90,7 @@ class Attention:
         q, k, v = qkv.split([kv_heads * group * width, kv_heads * width, kv_heads * width], -1)
         call.q, call.k, call.v, call.out = (part.data_ptr() for part in (q, k, v, out))
         call.q_stride = call.k_stride = call.v_stride = qkv.stride(0)
-        call.out_stride = kv_heads * group * width
+        call.out_stride, call.q_step = kv_heads * group * width, width
         KERNELS.attend(step, call)
         return out
 

@@ -146,7 +146,7 @@ def test_a_request_to_save_before_the_run_does_not_end_it(monkeypatch, tmp_path)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["rank", str(tmp_path)])
     (tmp_path / "command.json").write_text('{"launcher": 1}')
-    monkeypatch.setattr(rank, "_end_with", begins)
+    monkeypatch.setattr(rank, "end_with", begins)
     with pytest.raises(SystemExit, match="7"):
         rank.main()
     assert len(found) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -43,7 +44,7 @@ def doctor(
 
     failed = any(finding.status is Status.FAIL for finding in found)
     if json_output:
-        print(as_json({"ok": not failed, "findings": [one.as_json() for one in found]}, indent=1), end="")
+        print(as_json({"ok": not failed, "findings": [asdict(one) for one in found]}, indent=1), end="")
     else:
         print(f"\n{summary(found)}")
     return int(failed)

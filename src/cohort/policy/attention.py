@@ -243,9 +243,8 @@ class _TwoPart(torch.autograd.Function):
         out_ATD = out_ATD.to(out_dtype)
         ctx.save_for_backward(*given, out_ATD, lse_AT, sinks)
         ctx.rest = layout, scaling, window
-        # Where gradients of the prefix add up already, each block's are added at once.
         leaves = [part for part in given[3:] if part is not None and part.requires_grad and part.is_leaf]
-        ctx.totals = leaves if all(leaf.grad is not None for leaf in leaves) else []
+        ctx.leaves = leaves if len(leaves) == 2 else []
         return out_ATD
 
     @staticmethod
@@ -263,8 +262,11 @@ class _TwoPart(torch.autograd.Function):
             for total, of_bucket in zip(totals, grads, strict=True):
                 bucket.scatter(total, of_bucket)
         if prefix_k is not None:
-            in_place = [leaf.grad for leaf in ctx.totals]
-            of_prefix = in_place or [torch.zeros_like(prefix_k), torch.zeros_like(prefix_v)]
+            # Where gradients of the prefix add up already, those of a block are added at once.
+            in_place = bool(ctx.leaves) and all(leaf.grad is not None for leaf in ctx.leaves)
+            of_prefix = [
+                leaf.grad if in_place else torch.zeros_like(leaf) for leaf in ctx.leaves or (prefix_k, prefix_v)
+            ]
             for part in layout.blocks(BLOCK):
                 seen = _prefix_seen(part, layout, window)
                 if seen is not None and not bool(seen.any()):

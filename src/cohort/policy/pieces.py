@@ -33,7 +33,8 @@ from cohort.parallel.full import is_gathered
 from cohort.policy.head import LIKE_SHAPES, gradient_of, in_like_shapes
 from cohort.policy.layout import Layout
 from cohort.policy.lean import LeanLayers
-from cohort.policy.passes import Hidden, KeysValues, PackedPass, Passes, Prefixes, SharedPasses, StateKey
+from cohort.policy.passes import Hidden, KeysValues, PackedPass, Passes, Prefixes, SharedPasses
+from cohort.policy.recurrent import StateKey
 from cohort.policy.rows import PackedRows
 
 Stage = Callable[[Tensor, Tensor, PackedPass], Tensor]

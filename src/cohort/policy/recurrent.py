@@ -10,8 +10,8 @@ width of keys, D width of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -145,11 +145,28 @@ def space_step(x_SAD: Tensor, step_SA: Tensor, decay_A: Tensor, b_SGK: Tensor, c
     return read + new * (b @ c).view(count, groups, 1, 1).expand(-1, -1, heads // groups, -1).flatten(1, 2)
 
 
+StateKey = tuple[int, str]
+"""A recurrent layer, and the name of one of its states."""
+
+
 class Recurrence(NamedTuple):
     """A recurrence, over packed sequences and for one token of each sequence."""
 
     over: Callable[..., tuple[Tensor, Tensor]]
     step: Callable[..., Tensor]
+
+
+class Recurring(Protocol):
+    """What mixes the tokens of recurrent layers in one forward pass, each sequence after the state that what it
+    continues left. Inputs may have padding after the tokens; outputs have as much."""
+
+    def convolve(
+        self, key: StateKey, x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, **flags: bool
+    ) -> Tensor:
+        """A causal convolution by channel; see ``policy.convolution.convolve``."""
+
+    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
+        """A recurrence; ``zeros`` is the state of nothing."""
 
 
 DELTA_RULE = Recurrence(delta_rule, delta_step)

@@ -14,6 +14,7 @@ import pyarrow.parquet
 
 from cohort.report.files import MAX_NUMBER
 from cohort.report.history import RunHistory
+from cohort.report.labels import parts_of
 from cohort.report.series import Group, interval, positions
 from cohort.statistics import Estimate, Floats, compare, paired_t, welch_t
 
@@ -81,22 +82,6 @@ def comparable(pair: Pair, key: str) -> float:
         if all(evaluated_at(run, key, pair.axis, budget) is not None for run in runs):
             return budget
     return pair.budget
-
-
-def parts_of(key: str) -> tuple[str, str]:
-    """The evaluation set in a metric's name, and the column of stored tables that the metric is the mean of.
-
-    >>> parts_of("eval/gsm8k/rewards/math/mean"), parts_of("eval/reward/mean"), parts_of("rewards/math")
-    (('gsm8k', 'rewards/math'), ('', 'reward'), ('', 'rewards/math'))
-    """
-    name = key.removesuffix("/mean")
-    if not name.startswith("eval/"):
-        return "", name
-    before, marker, function = name.removeprefix("eval/").partition("rewards/")
-    if marker:
-        return before.rstrip("/"), marker + function
-    before, _, column = before.rpartition("/")
-    return before, column
 
 
 def _over_seeds(pair: Pair, key: str) -> Evidence | None:

@@ -104,15 +104,21 @@ def _check_model_folder(folder: Path, model: str) -> None:
 
 
 def check_not_in_run(folder: Path) -> None:
-    """Refuse a misspelt model in the folder of a run, instead of taking it for a hub id.
+    """Refuse a misspelt model in the folder of a run, or a misspelt run beside others, instead of taking it for a hub
+    id.
 
     Raises:
-        RunFolderError: there is no such folder, and the folder above it is a run's.
+        RunFolderError: there is no such folder, and the folder above it is a run's, or holds runs.
     """
-    if not folder.exists():
-        for run in (folder.parent, folder.parent.parent):
-            if run != Path() and run_of(run) == run:
-                raise RunFolderError(f"there is no {folder}. {_models(run)}: give {run} and --checkpoint")
+    above = folder.parent
+    if folder.exists() or above == Path():
+        return
+    for run in (above, above.parent):
+        if run != Path() and run_of(run) == run:
+            raise RunFolderError(f"there is no {folder}. {_models(run)}: give {run} and --checkpoint")
+    if runs := sorted(one.name for one in above.glob("*") if run_of(one) == one):
+        shown = ", ".join(runs[:5]) + (", ..." if len(runs) > 5 else "")
+        raise RunFolderError(f"there is no {folder}. {above} holds the runs {shown}")
 
 
 def check_nothing_missing(model: str, instead: str) -> None:

@@ -123,7 +123,8 @@ class Events(Companion):
         updates_per_epoch: of an epoch.
     """
 
-    alone_asks_evaluations = True
+    asks_for_evaluations = True
+    initial_can_be_best = False
 
     def __init__(self, trainer: Any, window: Window, updates_per_rollout: int, updates_per_epoch: int) -> None:
         self._trainer: Any = weakref.proxy(trainer)  # the run's parts hold this object: no cycle

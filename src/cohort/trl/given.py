@@ -177,12 +177,8 @@ def _reward(function: Any, tokenizer: Any, trainer: Callable[[], Any], device: s
     if isinstance(function, functools.partial):
         inner = _reward(function.func, None, trainer, device)
         return functools.partial(inner, *function.args, **function.keywords)
-    return _with_state(function, trainer) if _takes_state(function) else function
-
-
-def _takes_state(function: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter ``trainer_state``, or takes all that it is given."""
-    return any(one.name == "trainer_state" or one.kind is one.VAR_KEYWORD for one in parameters_of(function))
+    takes_state = any(one.name == "trainer_state" or one.kind is one.VAR_KEYWORD for one in parameters_of(function))
+    return _with_state(function, trainer) if takes_state else function
 
 
 def _with_state(function: Callable[..., Any], trainer: Callable[[], Any]) -> Callable[..., Any]:

@@ -51,21 +51,14 @@ def checked_inputs(init: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def _is_arguments(value: Any) -> bool:
-    return isinstance(value, TrainingArguments | cohort.config.GRPOConfig)
-
-
-def _is_model(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike) or hasattr(value, "state_dict")
-
-
 def _is_rewards(value: Any) -> bool:
     one = isinstance(value, str | os.PathLike) or (callable(value) and not isinstance(value, PreTrainedTokenizerBase))
     return value is None or one or isinstance(value, list | tuple)
 
 
 def _is_rows(value: Any) -> bool:
-    return not (isinstance(value, PreTrainedTokenizerBase) or _is_arguments(value) or callable(value))
+    others = PreTrainedTokenizerBase | TrainingArguments | cohort.config.GRPOConfig
+    return not (isinstance(value, others) or callable(value))
 
 
 def _is_tokenizer(value: Any) -> bool:
@@ -108,7 +101,10 @@ def _is_pair(value: Any) -> bool:
 
 
 KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "model": ("a folder, a hub id, or a loaded model", _is_model),
+    "model": (
+        "a folder, a hub id, or a loaded model",
+        lambda value: isinstance(value, str | os.PathLike) or hasattr(value, "state_dict"),
+    ),
     "reward_funcs": ("functions, or names or models of reward models", _is_rewards),
     "train_dataset": ("rows", _is_rows),
     "eval_dataset": ("rows, or named sets of rows", _is_rows),

@@ -53,6 +53,13 @@ GATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 """Fields; whether other fields let them count; and why they do not, where those do not."""
 
 
+REWARDS = (
+    "a reward function that raises leaves its completions unscored; one that fails on a whole rollout ends the run",
+    "reward functions are tried on two rows before the model is loaded",
+)
+"""What holds for the reward functions of every run."""
+
+
 def _closed_gate(args: Any, name: str) -> str | None:
     """Why a field does not count in this run; None where it counts."""
     return next((why for names, counts, why in GATES if name in names and not counts(args)), None)
@@ -67,7 +74,8 @@ def differences(args: Any, config: GRPOConfig, batch: Batch, updates: int) -> st
         batch: its batches.
         updates: ``state.max_steps``.
     """
-    lines = [*_updates(batch, updates), *_numbers(config), *_rewards(), *_uploads(args), *_fields(args)]
+    uploads = ["the hub gets the model when train() ends, not with every checkpoint"] if args.push_to_hub else []
+    lines = [*_updates(batch, updates), *_numbers(config), *REWARDS, *uploads, *_fields(args)]
     return "\n".join(["how this run differs from TRL's (see 'cohort docs trl'):", *(f"  {line}" for line in lines)])
 
 
@@ -99,17 +107,6 @@ def _numbers(config: GRPOConfig) -> list[str]:
     if cut:
         lines.append("top_k, top_p, min_p and repetition_penalty also shape the log-probabilities of the update")
     return lines
-
-
-def _rewards() -> list[str]:
-    return [
-        "a reward function that raises leaves its completions unscored; one that fails on a whole rollout ends the run",
-        "reward functions are tried on two rows before the model is loaded",
-    ]
-
-
-def _uploads(args: Any) -> list[str]:
-    return ["the hub gets the model when train() ends, not with every checkpoint"] if args.push_to_hub else []
 
 
 def _fields(args: Any) -> list[str]:

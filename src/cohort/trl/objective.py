@@ -65,12 +65,14 @@ def objective_settings(args: Any) -> Settings:
         "ratio_anchor": "sampler" if by_sampler else "old",
         "ratio_level": "sequence_product" if loss == "vespo" else LEVELS[level],
         "trust_region": _trust_region(args, loss),
-        "mismatch": [*_mismatch_weight(args, by_sampler), *_off_policy_mask(args)],
+        "mismatch": _mismatch_weight(args, by_sampler),
         "top_entropy": _top_entropy(args),
         "entropy": _entropy(args),
         "aggregation": AGGREGATIONS[loss],
         "sync_ref_model": bool(args.sync_ref_model),
     }
+    if args.off_policy_mask_threshold is not None:
+        settings["mismatch"] += [{"rule": "off_policy_mask", "threshold": float(args.off_policy_mask_threshold)}]
     _check_level(level, loss, settings)
     if not args.use_bias_correction_kl:
         settings["kl"] = "k3_legacy"
@@ -144,11 +146,6 @@ def _mismatch_weight(args: Any, by_sampler: bool) -> list[Settings]:
             f"{low:g} and {high:g}"
         )
     return [{"rule": "weight", "level": level, "mode": mode, "low": low, "high": high}]
-
-
-def _off_policy_mask(args: Any) -> list[Settings]:
-    threshold = args.off_policy_mask_threshold
-    return [] if threshold is None else [{"rule": "off_policy_mask", "threshold": float(threshold)}]
 
 
 def _top_entropy(args: Any) -> float:

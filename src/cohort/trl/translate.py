@@ -81,16 +81,15 @@ def translate(
     ``save_steps`` are 0.
 
     Args:
-        args: a ``cohort.trl.GRPOConfig``.
+        args: a ``cohort.trl.GRPOConfig`` that ``check_args`` has accepted.
         world_size: processes that train together.
         num_prompts: prompts of the training data; None: streamed.
         model_config: transformers' config of the model, which has the default of ``router_aux_loss_coef``.
 
     Raises:
-        ConfigError: ``args`` is another object, a field is refused, or fields do not go together.
+        ConfigError: fields do not go together, or one is out of its range.
         DataError: the data has fewer prompts than one generation.
     """
-    check_args(args)
     batch = Batch.of(args, world_size)
     _check_counts(args)
     updates, calls = batch.max_steps(args, num_prompts), args.max_tool_calling_iterations

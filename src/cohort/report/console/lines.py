@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cohort.report.labels import parts_of
 from cohort.report.words import number, share
 
 
@@ -51,7 +52,7 @@ def evaluation_line(metrics: dict[str, Any], when: str, success: str = "") -> st
     """
     sets: dict[str, list[str]] = {}
     for key, mean in metrics.items():
-        name, metric = split_metric(key)
+        name, metric = parts_of(key)
         if key.startswith("eval/") and key.endswith("/mean") and metric not in ("length", "cut_share"):
             low, high = (metrics.get(key.removesuffix("mean") + end) for end in ("low", "high"))
             interval = "" if low is None or high is None else f" ({number(low)} to {number(high)})"
@@ -71,14 +72,3 @@ def best_lines(summary: dict[str, Any]) -> list[str]:
         patience = "no better evaluation within eval.early_stopping_patience"
         lines.append(f"stopped early after step {summary['steps']}: {patience}")
     return lines
-
-
-def split_metric(key: str) -> tuple[str, str]:
-    """Split the key of an evaluation's mean into set and metric.
-
-    >>> split_metric("eval/reward/mean"), split_metric("eval/gsm8k/rewards/math/mean")
-    (('', 'reward'), ('gsm8k', 'rewards/math'))
-    """
-    path = key.removeprefix("eval/").removesuffix("/mean")
-    head, _, rest = path.partition("/")
-    return (head, rest) if rest and head != "rewards" else ("", path)

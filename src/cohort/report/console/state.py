@@ -38,13 +38,18 @@ class RunState:
         said = [finding_text(one) for one in self._diagnosis.step_or_log(metrics) if one.check not in QUIET]
         if metrics["step"]:
             findings = self._diagnosis.findings
-            progress.health = health_line(metrics, findings, groups_compared=self._diagnosis.groups_compared)
+            progress.health = health_line(metrics, findings, groups_compared=self.groups_compared)
             progress.level = worst(findings) or "note"
         if any(key.startswith("eval/") for key in metrics):
             step = metrics["step"]
             when = f"after step {step}" if step else "before training"
             said.append(clean(evaluation_line(metrics, when, success_of(self.settings))))
         return said
+
+    @property
+    def groups_compared(self) -> bool:
+        """Whether a group of equal rewards teaches nothing, so that the share of dead groups says something."""
+        return self._diagnosis.groups_compared
 
     def standing(self) -> list[str]:
         """The warnings and alarms that stand, in words."""

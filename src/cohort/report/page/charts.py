@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cohort.report.history import RunHistory
@@ -189,17 +189,9 @@ def charts_of(keys: Sequence[str]) -> list[dict[str, Any]]:
     for chart in (*CHARTS, *evaluated_charts(keys)[:40]):
         curves = [key for pattern in chart.keys for key in drawn if _matches(key, pattern)]
         if curves:
-            found.append(
-                {
-                    "title": chart.title,
-                    "about": chart.about,
-                    "keys": [{"key": key, "label": _label(key)} for key in dict.fromkeys(curves)][:MAX_CURVES],
-                    "band": chart.band if chart.band and all(end in keys for end in chart.band) else None,
-                    "log": chart.log,
-                    "smooth": chart.smooth,
-                    "section": chart.section,
-                }
-            )
+            named = [{"key": key, "label": _label(key)} for key in dict.fromkeys(curves)][:MAX_CURVES]
+            band = chart.band if chart.band and all(end in keys for end in chart.band) else None
+            found.append(asdict(chart) | {"keys": named, "band": band})
     return found
 
 

@@ -87,6 +87,8 @@ def _curves(groups: Sequence[Group], chart: Chart) -> tuple[list[dict[str, Any]]
     said = ""
     for axis in SHOWN_AXES:
         for mean, _ in means_of_groups(groups, key, axis, window):
+            if not mean.x:
+                continue
             found.setdefault(mean.label, {"label": mean.label})[axis] = _points(mean)
             smoothed = f"Lines: local linear fits over {mean.window} points. " if mean.window > 1 else ""
             said = said or smoothed + (f"Band: {mean.band}." if mean.band else "")
