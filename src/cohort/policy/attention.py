@@ -83,8 +83,7 @@ def packed_attention(
             q_ATD, k_ATD, v_ATD, layout, scaling=scaling, prefix=(both[0], both[1]) if both else None, window=window,
             cap=cap, sinks=sinks, native=native, drawn_N=drawn_N,
         )[..., :value_width]  # fmt: skip
-    native = native and cap is None and layout.longest <= NATIVE_KEYS
-    if native and layout.work.items.shape[0] * k_ATD.shape[0] >= torch.get_num_threads():
+    if native and cap is None and _suits_native(layout, len(k_ATD)):
         work = layout.work if drawn_N is None else layout.work._replace(drawn_before=_counted(drawn_N, layout.tokens))
         attended: Tensor = _Native.apply(work, scaling, window, sinks, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
         return attended
@@ -101,6 +100,11 @@ def packed_attention(
         q, k, v, prefix_k, prefix_v = _to(dtype, q, k, v, prefix_k, prefix_v)
         out = explicit_attention(q, k, v, prefix_k, prefix_v, layout, scaling, window, cap, sinks).to(out_dtype)
     return functional.pad(out, (0, 0, 0, padding))
+
+
+def _suits_native(layout: Layout, kv_heads: int) -> bool:
+    """Whether no sequence is too long for the native kernel, and each thread has an item of its work."""
+    return layout.longest <= NATIVE_KEYS and len(layout.work.items) * kv_heads >= torch.get_num_threads()
 
 
 def kernel_dtype(like: Tensor) -> torch.dtype:
