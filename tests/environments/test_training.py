@@ -120,7 +120,7 @@ def test_a_function_that_hangs_does_not_hold_up_a_stop(tmp_path, monkeypatch, wh
         called.append(1)
         if hangs[0] and len(called) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
+            time.sleep(300)
 
     class Asks:
         def reset(self, **row):
@@ -147,7 +147,7 @@ def test_a_function_that_hangs_does_not_hold_up_a_stop(tmp_path, monkeypatch, wh
     began = time.monotonic()
     with pytest.raises(Stopped, match="stopped by SIGTERM in step 1"):
         make(tmp_path / "run").train()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 150
     hangs[0] = False
     resumed = make(tmp_path / "run")
     assert resumed.train(resume=True)["steps"] == 1

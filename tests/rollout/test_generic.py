@@ -14,7 +14,7 @@ from cohort.rollout.capacity import Capacity
 from cohort.rollout.choose import logit_gaps
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind
 from cohort.rollout.shared import SharedBackend
-from tests.conftest import telling
+from tests.conftest import each, telling
 from tests.families.configs import OLDER, small_config
 from tests.rollout.conftest import drawn_ids
 from tests.rollout.test_families import ATTENTION as SMALL
@@ -366,7 +366,7 @@ def test_a_way_that_fails_is_passed_over():
     torch.testing.assert_close(sampled, trained.double(), rtol=0, atol=3e-5)  # float32, a recurrence
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "kind"),
     [
         ("gpt2", "attention"),

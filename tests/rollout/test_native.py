@@ -19,7 +19,7 @@ from cohort.rollout.capacity import Capacity
 from cohort.rollout.native import Kernels, SlotCache, Unavailable
 from cohort.rollout.native.kernels import Gated, LayerCall, Residual
 from tests import warm
-from tests.conftest import telling, tiny_llama
+from tests.conftest import each, telling, tiny_llama
 from tests.rollout.conftest import cover
 from tests.rollout.test_local_engine import LetterTokenizer
 
@@ -194,8 +194,8 @@ def test_a_text_has_the_bits_of_tokens_that_are_read_one_by_one(group, window, d
         assert torch.equal(after[row], one.step(whole.rows(9)[row : row + 1])[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@each("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@each("bad", [math.nan, math.inf])
 def test_what_is_no_number_stays_in_its_row(bad, dtype):
     spoilt, sound = (Attention(2, 2, 24, dtype, LENGTHS, OWNERS, 20) for _ in range(2))
     for step in range(20):

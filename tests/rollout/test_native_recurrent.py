@@ -6,6 +6,7 @@ import torch
 from cohort.native import Unavailable, load
 from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE
 from cohort.rollout.native.recurrent import STEPS
+from tests.conftest import each
 
 try:
     load()
@@ -24,8 +25,8 @@ def values_of(recurrence, keys, width):
     return (v, steps, -torch.rand(HEADS), q, k), torch.randn(ROWS, HEADS, width, keys)
 
 
-@pytest.mark.parametrize(("keys", "width"), [(8, 64), (37, 70), (5, 3)])
-@pytest.mark.parametrize("recurrence", [DELTA_RULE, STATE_SPACE])
+@each(("keys", "width"), [(8, 64), (37, 70), (5, 3)])
+@each("recurrence", [DELTA_RULE, STATE_SPACE])
 def test_steps(recurrence, keys, width):
     """Vectors of whole registers, with a rest, and shorter than one."""
     values, state = values_of(recurrence, keys, width)

@@ -10,7 +10,7 @@ import torch
 from cohort.environments import Step
 from cohort.errors import ConfigError, EngineError, PolicyMismatchError
 from cohort.rollout import VLLMEngine, setup
-from tests.conftest import tiny_llama
+from tests.conftest import each, tiny_llama
 from tests.environments.templates import FAMILIES
 from tests.environments.test_training import model as conversing
 from tests.environments.test_training import trainer as episode_trainer
@@ -232,7 +232,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_settings_are_refused_before_anything_is_read(demo_tokenizer, name):
     settings, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):

@@ -84,11 +84,10 @@ def _findings(run: Run, skip: Sequence[str]) -> Iterator[Finding]:
         fits &= name != "memory" or all(finding.status is not Status.FAIL for finding in found)
         yield from found
     yield from skipped("answers", "left out") if "answers" in skip else _answers(run)
-    if set(OF_ROLLOUT) <= set(skip):
-        yield from (finding for name in OF_ROLLOUT for finding in skipped(name, "left out"))
-        return
-    if not fits:
-        yield from (finding for name in OF_ROLLOUT for finding in skipped(name, "the run does not fit into memory"))
+    none_wanted = set(OF_ROLLOUT) <= set(skip)
+    if none_wanted or not fits:
+        why = "left out" if none_wanted else "the run does not fit into memory"
+        yield from (finding for name in OF_ROLLOUT for finding in skipped(name, why))
         return
     try:
         trial = try_run(run)

@@ -258,3 +258,124 @@ static void convolve_grad_one(void *what, int64_t item, int thread) {
 void cohort_convolve_grad(convolution_grad *g) {
     run(convolve_grad_one, g, g->sequences * ((g->channels + SPAN - 1) / SPAN), (int)g->threads);
 }
+
+/* ---- inside the chunks of recurrences over texts */
+
+/* out_ij = scores_ij exp(passed_i - passed_j) for i >= j, else 0, of `repeats` heads that share scores. With the
+ * gradient of out, those of scores and of passed. Differences of sums are taken in float64. */
+typedef struct {
+    const float *scores;   /* [groups, size, size] */
+    const void *passed;    /* [groups, repeats, size], float64 */
+    float *out;            /* [groups, repeats, size, size] */
+    const float *grad_out; /* NULL: forward */
+    float *grad_scores, *grad_passed;
+    int64_t groups, repeats, size, threads;
+} decayed;
+
+/* Decays of token i, for the vectors up to it. */
+INLINE void decays(const double *passed, int64_t i, int64_t size, float *out) {
+    for (int64_t j = 0; j <= i; j++) out[j] = (float)(passed[i] - passed[j]);
+    for (int64_t j = i + 1; j < up(size) * LANES; j++) out[j] = -INFINITY;
+    for (int64_t j = 0; j <= i; j += LANES) store(out, j, exponential(load(out, j, 0)), 0);
+}
+
+static void decay_head(void *what, int64_t item, int thread) {
+    const decayed *d = what;
+    const int64_t size = d->size;
+    const double *passed = (const double *)d->passed + item * size;
+    float decay[up(size) * LANES];
+    (void)thread;
+    for (int64_t i = 0; i < size; i++) {
+        const float *scores = d->scores + (item / d->repeats * size + i) * size;
+        float *out = d->out + (item * size + i) * size;
+        decays(passed, i, size, decay);
+        for (int64_t j = 0; j <= i; j++) out[j] = scores[j] * decay[j];
+        memset(out + i + 1, 0, (size_t)(size - i - 1) * sizeof *out);
+    }
+}
+
+static void decay_grad_group(void *what, int64_t group, int thread) {
+    const decayed *d = what;
+    const int64_t size = d->size;
+    float decay[up(size) * LANES], *of_scores = d->grad_scores + group * size * size;
+    (void)thread;
+    memset(of_scores, 0, (size_t)(size * size) * sizeof *of_scores);
+    memset(d->grad_passed + group * d->repeats * size, 0, (size_t)(d->repeats * size) * sizeof *of_scores);
+    for (int64_t head = group * d->repeats; head < (group + 1) * d->repeats; head++) {
+        const double *passed = (const double *)d->passed + head * size;
+        float *of_passed = d->grad_passed + head * size;
+        for (int64_t i = 0; i < size; i++) {
+            const float *scores = d->scores + (group * size + i) * size, *grad = d->grad_out + (head * size + i) * size;
+            vec total = {0};
+            int64_t j = 0;
+            decays(passed, i, size, decay);
+            for (; j + LANES <= i + 1; j += LANES) {
+                const vec given = load(grad, j, 0) * load(decay, j, 0), whole = given * load(scores, j, 0);
+                store(of_scores, i * size + j, load(of_scores, i * size + j, 0) + given, 0);
+                store(of_passed, j, load(of_passed, j, 0) - whole, 0);
+                total += whole;
+            }
+            float rest = 0;
+            for (; j <= i; j++) {
+                const float given = grad[j] * decay[j];
+                of_scores[i * size + j] += given;
+                of_passed[j] -= given * scores[j];
+                rest += given * scores[j];
+            }
+            of_passed[i] += sum(total) + rest;
+        }
+    }
+}
+
+void cohort_decayed(decayed *d) {
+    if (d->grad_out) run(decay_grad_group, d, d->groups, (int)d->threads);
+    else run(decay_head, d, d->groups * d->repeats, (int)d->threads);
+}
+
+/* x with (1 + lower) x = b, of the strictly lower triangles. With the gradient of x, those of b and of lower, which
+ * keeps 0 elsewhere. */
+typedef struct {
+    const float *lower, *b; /* [systems, size, size], [systems, size, width]; b: of x, with a gradient */
+    float *x;               /* its gradient becomes that of b */
+    float *grad_lower;      /* NULL: forward */
+    int64_t systems, size, width, threads;
+} triangular;
+
+/* to -= factor from */
+INLINE void subtract(float *to, const float *from, float factor, int64_t width) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) store(to, i, multiply_add(all(-factor), load(from, i, 0), load(to, i, 0)), 0);
+    for (; i < width; i++) to[i] -= factor * from[i];
+}
+
+INLINE float product_of(const float *a, const float *b, int64_t width) {
+    vec total = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) total = multiply_add(load(a, i, 0), load(b, i, 0), total);
+    for (; i < width; i++) rest += a[i] * b[i];
+    return sum(total) + rest;
+}
+
+static void solve_one(void *what, int64_t system, int thread) {
+    const triangular *t = what;
+    const int64_t size = t->size, width = t->width;
+    const float *lower = t->lower + system * size * size, *b = t->b + system * size * width;
+    float *x = t->x + system * size * width;
+    (void)thread;
+    if (!t->grad_lower) {
+        memcpy(x, b, (size_t)(size * width) * sizeof *x);
+        for (int64_t i = 1; i < size; i++)
+            for (int64_t j = 0; j < i; j++) subtract(x + i * width, x + j * width, lower[i * size + j], width);
+        return;
+    }
+    float *of_lower = t->grad_lower + system * size * size;
+    memset(of_lower, 0, (size_t)(size * size) * sizeof *of_lower);
+    for (int64_t i = size - 1; i > 0; i--)
+        for (int64_t j = 0; j < i; j++) {
+            subtract(x + j * width, x + i * width, lower[i * size + j], width);
+            of_lower[i * size + j] = -product_of(x + i * width, b + j * width, width);
+        }
+}
+
+void cohort_triangular(triangular *t) { run(solve_one, t, t->systems, (int)t->threads); }

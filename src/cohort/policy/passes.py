@@ -260,7 +260,8 @@ class PackedPass:
 
     def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
         """See ``Recurring``."""
-        out, after = recurrence.over(*values, self.layout.chunks, self._before(key, zeros))
+        native = self.native and zeros.dtype == torch.float32
+        out, after = recurrence.over(*values, self.layout.chunks, self._before(key, zeros), native=native)
         self._record_state(key, after)
         padding = len(values[0]) - len(out)
         return functional.pad(out, (0, 0) * (out.ndim - 1) + (0, padding)) if padding else out

@@ -323,7 +323,7 @@ class _Replay:
         own, other = (laid_out(pair.stored, one, self.settings) for one in (self.own, self.other))
         try:
             rates = weights.learning_rates(pair.stored) if len(own.minibatches) > 1 else []
-            return weights.parameter_gradients(before, own, self.other, other, rates).as_json()
+            return weights.parameter_gradients(before, own, self.other, other, rates)
         except (NonFiniteError, RunFolderError) as error:
             notes.append(f"the gradient is compared in the space of the logits: {error}")
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 WORDS = {
     "reward/mean": "training reward",
     "reward/std": "standard deviation of the reward",
@@ -49,6 +51,15 @@ def parts_of(key: str) -> tuple[str, str]:
     return before, column
 
 
+def reward_functions(keys: Iterable[str]) -> dict[str, str]:
+    """The keys of the reward functions' means among the metrics of a run, by the functions' names.
+
+    >>> reward_functions(["rewards/format", "rewards/format/failed", "reward/mean"])
+    {'format': 'rewards/format'}
+    """
+    return {key[8:]: key for key in keys if key.startswith("rewards/") and key.count("/") == 1}
+
+
 def words_for(key: str) -> str:
     """A metric in words, with its unit; an unknown key as it is, with spaces.
 
@@ -61,7 +72,7 @@ def words_for(key: str) -> str:
         name, column = parts_of(key)
         words = f"reward of {column[8:]}" if column.startswith("rewards/") else EVALUATED.get(column, column)
         return f"evaluation {words}" + (f" on {name}" if name else "")
-    if key.startswith("rewards/") and key.count("/") == 1:
+    if reward_functions([key]):
         return f"training reward of {key.removeprefix('rewards/')}"
     if key.startswith("seconds/"):
         return f"seconds of {_spaced(key.removeprefix('seconds/'))}"

@@ -283,16 +283,15 @@ def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
     else:
         half_T = t_quantile(0.975, len(filled) - 1) * lines_RT.std(axis=0, ddof=1) / math.sqrt(len(filled))
         low_T, high_T, band = mean_T - half_T, mean_T + half_T, f"95% interval of the mean over {len(filled)} seeds"
-    return Curve(
+    return replace(
+        filled[0],
         label=label,
-        key=filled[0].key,
-        axis=filled[0].axis,
+        smooth=None,
         steps=filled[0].steps if same else [],
         x=x.tolist(),
         y=mean_T.tolist(),
         low=low_T.tolist(),
         high=high_T.tolist(),
-        window=filled[0].window,
         band=band,
         runs=len(filled),
     )

@@ -131,16 +131,11 @@ def trained_weights(policy: Policy) -> Mapping[str, Tensor]:
     return adapter_weights(policy.model) if has_adapters(policy.model) else named_weights(policy.model)
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors in a model's files."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
-
-
 def saved_weights(policy: Policy, folder: Path, trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """A saved model's weights under the names that the model has them: as they are in its files or, if transformers
     writes the architecture's weights in another form, through transformers."""
-    saved = _read_weights(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    saved = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     as_they_are = all(name in trained and trained[name].shape == saved[name].shape for name in saved)
     return saved if as_they_are or has_adapters(policy.model) else _loaded_weights(policy, folder)
 

@@ -13,7 +13,7 @@ from cohort.config.beside import SUFFIXES, with_files
 from cohort.errors import ConfigError, RunFolderError
 from cohort.plugins import know_module_folders
 from cohort.runs.starts import last_start
-from cohort.runs.trust import check_files, check_run_settings, module_origin, texts_in
+from cohort.runs.trust import check_code, check_files, check_secrets, module_origin, texts_in
 
 NAMES = (
     "data.eval",
@@ -42,10 +42,11 @@ def settings_of_run(
     Args:
         run: the run folder.
         config: its settings, with what overrides them.
-        trusted, given, read, unused: as ``check_run_settings``. ``given`` names belong to the working folder.
+        trusted, given, read, unused: as ``check_code`` and ``check_secrets``. ``given`` names belong to the working
+            folder.
 
     Raises:
-        RunFolderError: as ``check_run_settings``; or a file that the settings name is not there.
+        RunFolderError: as ``check_code`` and ``check_secrets``; or a file that the settings name is not there.
     """
     names = [name for name in NAMES if not any(one == name or one.startswith(f"{name}.") for one in given)]
     names = [name for name in names if read is None or name in read]
@@ -53,7 +54,8 @@ def settings_of_run(
     trusted = None if trusted is None else str(Path(trusted).expanduser().absolute())
     with contextlib.chdir(home or Path.cwd()):
         _check_files(run, config, names)
-        check_run_settings(run, config, trusted, given=given, read=read, unused=unused)
+        check_code(run, config, trusted, given=given, read=read)
+        check_secrets(run, config, unused)
         if home is not None:
             config = with_whole_names(config, names)
     if home is not None:
@@ -185,5 +187,6 @@ def with_overrides_of_start(
         config = with_settings(config, load_config(run / "config.toml", of_run=True), names)
     except ConfigError as error:
         raise RunFolderError(f"the overrides that {run} was started with do not fit: {error}") from None
-    check_run_settings(run, config, trusted, read=names)
+    check_code(run, config, trusted, read=names)
+    check_secrets(run, config)
     return config, (*names, *given)

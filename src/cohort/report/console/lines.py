@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cohort.report.labels import parts_of
+from cohort.report.labels import parts_of, reward_functions
 from cohort.report.words import number, share
 
 
@@ -30,16 +30,6 @@ def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
         parts.append(f"KL {number(metrics['kl/k3'], '.4f')}")
     parts.append(f"{number(metrics.get('tokens_per_second'), ',.0f')} tokens/s")
     return "  ".join(parts)
-
-
-def reward_functions(metrics: dict[str, Any]) -> dict[str, str]:
-    """The keys of the reward functions' means in a step's metrics, by the functions' names.
-
-    >>> reward_functions({"rewards/format": 1.0, "rewards/format/failed": 0, "reward/mean": 0.5})
-    {'format': 'rewards/format'}
-    """
-    keys = (key for key in metrics if key.startswith("rewards/") and key.count("/") == 1)
-    return {key.removeprefix("rewards/"): key for key in keys}
 
 
 def evaluation_line(metrics: dict[str, Any], when: str, success: str = "") -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cohort.report.history import RunHistory
+from cohort.report.labels import reward_functions
 from cohort.report.page.blocks import MAX_KEY
 from cohort.report.series import AXES, interval, positions
 from cohort.report.smooth import window_for
@@ -183,8 +184,8 @@ def evaluated_charts(keys: Sequence[str]) -> list[Chart]:
 
 def charts_of(keys: Sequence[str]) -> list[dict[str, Any]]:
     """The charts that have something to draw, for the browser."""
-    functions = [key for key in keys if re.search(r"^rewards/[^/]+$", key)]
-    drawn = [key for key in keys if len(functions) > 1 or not key.startswith("rewards/")]  # one function is the reward
+    several = len(reward_functions(keys)) > 1  # one function is the reward
+    drawn = [key for key in keys if several or not key.startswith("rewards/")]
     found = []
     for chart in (*CHARTS, *evaluated_charts(keys)[:40]):
         curves = [key for pattern in chart.keys for key in drawn if _matches(key, pattern)]
