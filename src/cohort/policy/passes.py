@@ -65,8 +65,7 @@ class Prefixes:
     ) -> None:
         self.prompt_ids, self._result = prompt_ids, result
         self._computed, self.attached = keys_values, attached
-        leaves = {layer: tuple(map(_leaf, parts)) for layer, parts in keys_values.items() if not attached}
-        self.keys_values = keys_values if attached else leaves
+        self.keys_values = {key: parts if attached else tuple(map(_leaf, parts)) for key, parts in keys_values.items()}
 
     def backward(self) -> None:
         """Send the gradients that have added up through the prompts. Does nothing if there are none."""
