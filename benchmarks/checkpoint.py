@@ -28,8 +28,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from cohort.config import OptimConfig
 from cohort.policy import Policy, Precision
-from cohort.runs import Models, RunFolder, SavedState, load_checkpoint, random_state, saving
-from cohort.runs.checkpoints import check_checkpoint, copied
+from cohort.runs import saving
+from cohort.runs.checkpoints import Models, SavedState, check_checkpoint, copied, load_checkpoint
+from cohort.runs.folder import RunFolder
+from cohort.runs.generators import random_state
 from cohort.train import Optimizer
 
 

@@ -40,6 +40,9 @@ from common import (
 from episodes import chat_tokenizer
 
 PROMPTS, FIRST = 8, 10
+ENOUGH_LOSS, SHARPER = 0.004, 3.0
+"""With logits 3 times as large, the probability of another token falls from some 4e-3 to 6e-8: at temperature 1, both
+sides then draw the same texts."""
 WORDS = ["river", "stone", "cloud", "maple", "amber", "quiet", "north", "seven", "light", "paper", "glass", "winter"]
 CONTROL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
@@ -74,9 +77,9 @@ def conversation(number: int, calls: int) -> list[dict[str, Any]]:
     return [*messages, {"role": "assistant", "content": f"It leads to entry {entry}."}]
 
 
-def drawn_characters(completions: list[Any], **_: Any) -> list[float]:
-    """A reward that costs next to nothing, and differs where completions do."""
-    return [float(len(one[-1]["content"]) if isinstance(one, list) else len(one)) for one in completions]
+def in_turns(completions: list[Any], **_: Any) -> list[float]:
+    """A reward of 0 and 1 in turns: every trajectory has an advantage, so neither side may leave one out."""
+    return [float(number % 2) for number in range(len(completions))]
 
 
 def tokenizer_of() -> Any:
@@ -109,7 +112,7 @@ def model_of(tokenizer: Any) -> Any:
 
 
 def learn(tokenizer: Any, path: Path, steps: int, calls: int) -> None:
-    """Train a model on the conversations until each of its own tokens is almost certain, and save its weights."""
+    """Train a model on the conversations, make it certain of them, and save its weights."""
     model = model_of(tokenizer)
     rows = [_ids_and_labels(tokenizer, conversation(number, calls)) for number in range(PROMPTS)]
     longest = max(len(ids) for ids, _ in rows)
@@ -127,8 +130,10 @@ def learn(tokenizer: Any, path: Path, steps: int, calls: int) -> None:
         optimizer.step()
         if step % 20 == 19:
             progress(f"learning by heart, step {step + 1}: loss {loss.item():.5f}")
-        if loss.item() < 3e-4:
+        if loss.item() < ENOUGH_LOSS:
             break
+    with torch.no_grad():
+        model.model.norm.weight *= SHARPER
     torch.save(model.state_dict(), path)
 
 
@@ -180,7 +185,7 @@ def cohort_side(turns: Turns, path: Path, calls: int) -> None:
         output_dir=temporary_run(),
     )
     rows = [{"prompt": question(n % PROMPTS)} for n in range(4 * PROMPTS)]
-    trainer = cohort.GRPOTrainer(model, drawn_characters, config, rows, processing_class=tokenizer, tools=[lookup])
+    trainer = cohort.GRPOTrainer(model, in_turns, config, rows, processing_class=tokenizer, tools=[lookup])
     witness, steps, report = Witness(model), trainer.steps(), {"setting": "float32"}
     while True:
         turns.wait(report)
@@ -208,7 +213,7 @@ def trl_side(turns: Turns, path: Path, calls: int, batch: int) -> None:
         max_completion_length=limit(calls),
     )
     rows = [{"prompt": question(n % PROMPTS)} for n in range(4 * PROMPTS)]
-    trainer = trl_trainer(model, config, rows, tokenizer, drawn_characters, tools=[lookup])
+    trainer = trl_trainer(model, config, rows, tokenizer, in_turns, tools=[lookup])
     witness = Witness(model)
     counts = {"calls": 0, "turns": 0, "tokens": 0}
     loop, processor = trainer._tool_call_loop, [0.0]

@@ -18,8 +18,11 @@ from typing import Any, Literal, Union
 from pydantic import BeforeValidator
 
 from cohort.config import GRPOConfig
+from cohort.config.optim import LRSchedule
+from cohort.config.report import Tracker
 from cohort.config.section import subsection
 
+ALIASES = {LRSchedule: "LRSchedule", Tracker: "Tracker"}
 FILE = Path(__file__).parents[1] / "src" / "cohort" / "config" / "names.py"
 HEAD = '''"""Names and types of the settings, as ``GRPOConfig(...)`` takes them, for type checkers and editors.
 
@@ -30,6 +33,8 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypedDict
 
+from cohort.config.optim import LRSchedule
+from cohort.config.report import Tracker
 from cohort.config.section import Section
 
 
@@ -75,6 +80,8 @@ def rendered(annotation: Any, metadata: Sequence[Any] = ()) -> str:
             return "str | PathLike[str]"
         case None if annotation in (int, bool, float, str):
             return str(annotation.__name__)
+        case t if t is Literal and annotation in ALIASES:
+            return ALIASES[annotation]
         case t if t is Literal:
             return f"Literal[{', '.join(map(json.dumps, arguments))}]"
         case t if t is Union or t is types.UnionType:

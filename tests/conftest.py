@@ -4,14 +4,18 @@ tests of configuration and data run without it."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
+import functools
 import gc
+import inspect
+import itertools
 import logging
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,12 @@ def pytest_configure() -> None:
     # Else every worker, and every process that a test starts, compiles the tests and the package anew.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests that start processes wait for them a third of the time."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @pytest.hookimpl(wrapper=True)
@@ -113,6 +123,45 @@ def _mistakes_in_trials_are_raised() -> Iterator[None]:
         module.one_line = real
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _trials_are_made_once(_mistakes_in_trials_are_raised: None) -> Iterator[None]:
+    """Implementations are tried once for models of one shape: every trainer and every engine would compare its own with
+    the model's forward pass, which is a sixth of a small run. Tests of the implementations themselves try each time."""
+    modules = [sys.modules[name] for name in ("cohort.policy.choose", "cohort.rollout.choose") if name in sys.modules]
+    real, passed = modules[0].first_correct if modules else None, set[str]()
+
+    def first_correct(candidates: Any, gaps: Any, model: Any, failures: list[str]) -> Any:
+        torch, first = sys.modules["torch"], next(candidates := iter(candidates), None)
+        every = itertools.chain(() if first is None else (first,), candidates)
+        room = os.environ.get("PYTEST_CURRENT_TEST", "").split("/")[:2]
+        if first is None or room in (["tests", "policy"], ["tests", "rollout"], ["tests", "families"]):
+            return real(every, gaps, model, failures)
+        with torch.no_grad(), contextlib.suppress(Exception):
+            made = first.construct()
+            made.description += sys.modules["cohort.policy.choose"].in_parentheses(failures)
+            if key_of(made, gaps, model) in passed:
+                return made
+        before = len(failures)
+        chosen = real(every, gaps, model, failures)
+        if chosen is not None and len(failures) == before:
+            passed.add(key_of(chosen, gaps, model))
+        return chosen
+
+    def key_of(chosen: Any, gaps: Any, model: Any) -> str:
+        shapes = [(name, one.shape, one.dtype, one.requires_grad) for name, one in model.model.named_parameters()]
+        saving = [name for name, one in model.model.named_modules() if getattr(one, "gradient_checkpointing", False)]
+        attention = model.model.config._attn_implementation
+        return repr(
+            (gaps.__module__, chosen.description, shapes, saving, attention, model.model.config, model.precision)
+        )
+
+    for module in modules:
+        module.first_correct = first_correct
+    yield
+    for module in modules:
+        module.first_correct = real
+
+
 @pytest.fixture(scope="session")
 def demo_model_path() -> str:
     return str(DEMO_MODEL)
@@ -133,6 +182,34 @@ def telling(cases: Any, *kept: Any) -> list[Any]:
         case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
         for case in cases
     ]
+
+
+def each(names: str | tuple[str, ...], cases: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
+    """As ``pytest.mark.parametrize``, in one test: for a case that takes less time than what pytest does for a test. All
+    cases run, and an error tells the case."""
+    columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
+    table = [dict(zip(columns, case if len(columns) > 1 else (case,), strict=True)) for case in cases]
+    assert table
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @functools.wraps(function)
+        def of_each(*instance: Any, **fixtures: Any) -> None:
+            failed = []
+            for number, case in enumerate(table):
+                try:
+                    function(*instance, **fixtures, **case)
+                except (Exception, BaseExceptionGroup, pytest.fail.Exception) as error:
+                    error.add_note(f"case {number} of {function.__name__}: {case!r:.2000}")
+                    failed.append(error)
+            if failed:
+                raise failed[0] if len(failed) == 1 else BaseExceptionGroup(f"{len(failed)} cases fail", failed)
+
+        signature = inspect.signature(function)
+        kept = [one for name, one in signature.parameters.items() if name not in columns]
+        of_each.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return of_each
+
+    return decorate
 
 
 def family_model(family: str, **settings: Any) -> Any:

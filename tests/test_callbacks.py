@@ -15,8 +15,9 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.callbacks import EVENTS, Callbacks, check_callback
 from cohort.errors import CallbackError, ConfigError, Stopped
 from cohort.parallel import World
-from cohort.runs import random_state
+from cohort.runs.generators import random_state
 from cohort.runs.lines import as_json
+from tests.conftest import each
 from tests.parallel.launching import on_ranks
 from tests.report.trackers.made import line, made_run
 from tests.train.harness import ROWS, digits_reward, make_trainer, same_parameters, untimed_metrics_of
@@ -201,7 +202,7 @@ async def waits(self, trainer, event):
     pass
 
 
-@pytest.mark.parametrize(
+@each(
     ("callback", "message"),
     [
         (with_method("on_stepp", print), "Mine has an unknown method on_stepp; did you mean on_step?"),

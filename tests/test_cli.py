@@ -94,7 +94,7 @@ def test_gsm8k_runs_end_to_end_on_its_real_rows(gsm8k_command, tmp_path, capsys)
 
 @needs_gsm8k
 def test_resume_from_the_command_line(gsm8k_command, tmp_path, capsys):
-    command = [*gsm8k_command, "--data.eval", ""]
+    command = [*gsm8k_command, "--data.eval", "", "--data.train_rows", "9"]
     assert main(command) == 0
     assert main(command) == 2
     assert "already holds a run" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from cohort.generate.show import InOrder, TextStream, record, write_stdout
 from cohort.policy import load_policy, read_config
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, local_engine
 from cohort.rollout.trajectory import decode
-from cohort.runs import as_json
+from cohort.runs.lines import as_json
 from cohort.types import Completion, FinishReason, Group
 from tests import warm
 from tests.conftest import DEMO_MODEL

@@ -21,6 +21,7 @@ from cohort.statistics import (
     welch_t,
     wilson,
 )
+from tests.conftest import each
 
 NAN = math.nan
 
@@ -50,7 +51,7 @@ def test_unscored_completions_do_not_count_as_wrong():
     assert pass_at_k(rows, 2).tolist() == pytest.approx([1.0, NAN, NAN], nan_ok=True)
 
 
-@pytest.mark.parametrize(
+@each(
     ("correct", "answers", "k", "expected"),
     [
         ([1, 1, 0], ["7", "7", "8"], 3, 1.0),
@@ -115,7 +116,7 @@ def test_the_bootstrap_of_three_prompts_by_enumeration():
     assert (middle.low, middle.high) == pytest.approx((6 / 3, 8 / 3))
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "settings", "words"),
     [
         ([NAN], {}, "nan [no interval]"),
@@ -165,7 +166,7 @@ def test_a_comparison_by_hand():
     assert (turned.wins, turned.losses, turned.p_value) == (1, 3, found.p_value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("count", "first", "second", "low", "p_value", "shown"),
     [
         (3, 1.0, 0.0, None, 0.25, False),
@@ -230,7 +231,7 @@ def test_equal_models_are_rarely_called_different():
     assert shown / 400 < 0.05 + 3 * 0.011  # three standard errors of a share of 400 above 5%
 
 
-@pytest.mark.parametrize(
+@each(
     ("degrees", "expected"),
     [(1, 12.7062), (2, 4.3027), (3, 3.1824), (10, 2.2281), (29, 2.0452), (200, 1.9719), (201, 1.9718)],
 )

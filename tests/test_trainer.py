@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.errors import CohortError, ConfigError, DataError, ModelError, RewardError
-from tests.conftest import DEMO_MODEL, tiny_llama
+from tests.conftest import DEMO_MODEL, each, tiny_llama
 from tests.train.harness import ROWS, SETTINGS, digits_reward, make_trainer
 
 
@@ -61,7 +61,7 @@ def test_types_of_the_trained_weights(demo_tokenizer, tmp_path, precision, loade
     assert metrics["grad_norm"] > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "error", "message"),
     [
         ({"args": {"beta": 0.1}}, ConfigError, "args must be a cohort.GRPOConfig, got dict"),

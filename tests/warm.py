@@ -29,7 +29,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 LOADED = (
     *("torch", "transformers", "transformers.models.llama.modeling_llama", "cohort.trainer", "cohort.cli.main"),
-    *("cohort.generate.run", "cohort.evaluation", "cohort.train.signals", "pyarrow.parquet"),
+    *("cohort.generate.run", "cohort.evaluation", "cohort.train.signals", "pyarrow.parquet", "torch.distributed.fsdp"),
+    *("bitsandbytes", "pandas", "peft"),  # a run imports them where they are installed, for two seconds
 )
 
 SINGLE_THREADED = {
@@ -134,7 +135,8 @@ def _serve() -> Callable[[], int]:
     process, with what it is to run."""
     session = int(_address().parent.name.split("-")[2])
     for name in LOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest.py
     gc.collect()
     gc.freeze()  # forked processes share the memory

@@ -1,4 +1,4 @@
-"""The flags of ``cohort generate``, ``cohort eval`` and ``cohort launch``: names, types, help. Imports no torch."""
+"""The flags of ``cohort generate``, ``eval``, ``launch`` and ``replay``: names, types, help. Imports no torch."""
 
 from __future__ import annotations
 
@@ -162,3 +162,28 @@ class LaunchFlags:
     """Start the ranks in a Ray cluster: the one of RAY_ADDRESS or of this machine. Needs the extra "ray"."""
     dry_run: bool = False
     """Check the command and print what would be started."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ReplayFlags:
+    """Flags of ``cohort replay``."""
+
+    step: int | None = None
+    """The step, from 1. Default: the last stored one."""
+    objective: str | None = None
+    """A preset, or NAME@VERSION. Default: the run's own objective."""
+    changes: Annotated[Sequence[str], SEVERAL, Parameter("--set", metavar="PART=VALUE...")] = ()
+    """Change parts of it, as in trust_region.high=1.4."""
+    name: str | None = None
+    """Name of the result, in RUN/replays/step-N-NAME.json. Default: from the objective and its changes."""
+    json: bool = False
+    """Print the result as JSON."""
+    no_model: bool = False
+    """Do not load a checkpoint: compare the gradients in the space of the logits, from the store alone."""
+    train: bool = False
+    """Also repeat the step's updates under the objective, on a copy of the checkpoint before the step."""
+    output: Annotated[str | None, Parameter(metavar="FOLDER")] = None
+    """The folder for the model that --train gives."""
+    trust: Annotated[str | None, Parameter(metavar="RUN")] = None
+    """Run the code that the settings in this run folder name, though this account has not run it before."""

@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of linux/prctl.h."""
 _count = itertools.count()
 _watched: dict[int, tuple[str, int]] = {}
 """By process, as a fork of this one is another: the prefix of its marks, and the open end of a pipe, which its second
@@ -34,6 +36,17 @@ def mark() -> str:
     if end is None and sys.platform == "linux":
         _watched[process] = prefix, _watch(prefix)
     return f"{prefix}-{next(_count)}-"
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, however it ends, even while a function keeps the
+    interpreter lock; end it now if the parent has ended already."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _watch(prefix: str) -> int:

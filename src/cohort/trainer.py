@@ -28,8 +28,11 @@ from cohort.report.console.lines import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
-from cohort.runs import Beginning, Resume, RunFolder, Start, save_merged, save_model, set_seed
-from cohort.runs.output import closed_on_error, closing, find_folder, log_to
+from cohort.runs.folder import RunFolder
+from cohort.runs.generators import set_seed
+from cohort.runs.models import save_merged, save_model
+from cohort.runs.output import Beginning, Resume, closed_on_error, closing, find_folder, log_to
+from cohort.runs.starts import Start
 from cohort.train import Adaptive, Companion, Optimizer, TrainerParts, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.inputs import checked_rewards, checked_settings, chosen_model, load_rows, model_name
@@ -141,16 +144,15 @@ class GRPOTrainer:
         self.rewards = checked_rewards(reward_funcs, config, objective, self.acting, self.world)
         data, eval_data = load_rows(train_dataset, eval_dataset, config)
         check_settings(config.eval, tuple(eval_data), self.rewards.names)
-        self.tokenizer = processing_class or load_tokenizer(
-            model_name(model), trust_remote_code=config.model.trust_remote_code
-        )
-        self._model_config = read_config(model, trust_remote_code=config.model.trust_remote_code)
+        trust = config.model.trust_remote_code
+        self.tokenizer = processing_class or load_tokenizer(model_name(model), trust_remote_code=trust)
+        self._model_config = read_config(model, trust_remote_code=trust)
         if config.data.chat_template is not None:
             self.tokenizer.chat_template = config.data.chat_template  # checkpoints are saved with it
-        context = context_length(self._model_config)
-        self._limit = LengthLimit.of(config.data, context, config.rollout.max_completion_length)
+        self._context = context_length(self._model_config)
+        self._limit = LengthLimit.of(config.data, self._context, config.rollout.max_completion_length)
         if self.acting:
-            ends = end_token_ids(model, self.tokenizer, trust_remote_code=config.model.trust_remote_code)
+            ends = end_token_ids(model, self.tokenizer, trust_remote_code=trust)
             self._turn_format = self.acting.turn_format(self.tokenizer, ends, config.data.chat_template_kwargs)
         prompts = self._prompt_set(data)
         self.evaluator = self._evaluator(eval_data) if eval_data else None
@@ -167,8 +169,7 @@ class GRPOTrainer:
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         self._weights = fingerprint(self.policy.model.state_dict()) if self.world.size > 1 else ""
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
-        moves = config.objective.sync_ref_model
-        self.reference = self.policy.reference(moves=moves) if objective.beta else None
+        self.reference = self.policy.reference(moves=config.objective.sync_ref_model) if objective.beta else None
         self.engine = self._engine_setup.engine(self.policy, self.tokenizer)
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
         self._facts = data_facts(self.prompts, self.rewards, self.acting, config)
@@ -260,9 +261,8 @@ class GRPOTrainer:
             parts.companion = companion or parts.companion
             goes_on = beginning is Beginning.RESUMED
             first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder, beginning)
-            on_main(
-                self.world, lambda: folder.record_start(self.started_by, first_step, self.schedule.steps, self._facts)
-            )
+            record = partial(folder.record_start, self.started_by, first_step, self.schedule.steps, self._facts)
+            on_main(self.world, record)
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
         self.summary = {**parts.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
@@ -359,8 +359,9 @@ class GRPOTrainer:
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
-        budget = self.budget.describe()
-        lines = [describe_run(self.policy, self.engine, budget, self.prompts, self.rewards, self.schedule)]
+        lines = [
+            describe_run(self.policy, self.engine, self.budget.describe(), self.prompts, self.rewards, self.schedule)
+        ]
         lines += [f"ranks: {self.world.size}, layout {self.args.parallel.layout}"] if self.world.size > 1 else []
         lines += [self.acting.describe(), self._turn_format.describe()] if self.acting else []
         lines += [self.evaluator.describe()] if self.evaluator else []
@@ -398,5 +399,4 @@ class GRPOTrainer:
 
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:
         """The evaluator of some sets; tries the reward functions on two rows of each."""
-        context = context_length(self._model_config)
-        return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, context, self.acting)
+        return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, self._context, self.acting)

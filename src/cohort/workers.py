@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -66,6 +65,11 @@ class CallFailed(Exception):  # noqa: N818 - the call failed, which is not an er
         super().__init__(message)
         self.details = details or message
         self.timed_out = timed_out
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Workers(contextlib.AbstractContextManager["Workers"]):
@@ -353,12 +357,7 @@ def _work(connection: Connection, parent: int) -> None:
     """
     import dill
 
-    if sys.platform == "linux":
-        # Ask the kernel to kill this process when the parent's thread ends. Without it, a function that never releases
-        # the interpreter lock would outlive the parent.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the request
-            os._exit(1)
+    orphans.end_with(parent)
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):  # schedulers send them to every process of a job
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_: None)  # SIG_IGN would be inherited by programs it starts

@@ -30,6 +30,7 @@ from cohort.presets.parts import KL
 from cohort.presets.trust_regions import PPOClip
 from cohort.rewards.names import BUILTIN_REWARDS as BUILTIN_REWARD_ROWS
 from cohort.rollout import Sampling
+from tests.conftest import each
 
 
 def load(tmp_path, text, *overrides):
@@ -78,7 +79,7 @@ def test_file_and_overrides(tmp_path):
     assert load(tmp_path, text, *overrides) == GRPOConfig(**given)
 
 
-@pytest.mark.parametrize(
+@each(
     ("setting", "text", "value"),
     [
         ("optim.learning_rate", "1.", 1.0),
@@ -213,14 +214,14 @@ OUT_OF_RANGE = {
 }
 
 
-@pytest.mark.parametrize("name", OUT_OF_RANGE)
+@each("name", OUT_OF_RANGE)
 def test_values_out_of_range(name):
     path = re.escape(setting_paths(GRPOConfig)[name])
     with pytest.raises(ConfigError, match=rf"^{path}(\.0)?: (input|string) should "):
         GRPOConfig(**{name: OUT_OF_RANGE[name]})
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ({"rollout": {"num_generations": 1}}, "num_generations is 1, and scale 'group_std' compares"),
@@ -434,7 +435,7 @@ def test_a_wrong_preset_is_reported_also_with_flags(tmp_path):
         load(tmp_path, "[objective]\npreset = 5\n", "--objective.trust_region.high", "2")
 
 
-@pytest.mark.parametrize(
+@each(
     ("assignment", "message"),
     [
         ("delta=4", "set trust_region.dual"),
@@ -449,7 +450,7 @@ def test_assignments_that_are_not_parts(assignment, message):
         parse_settings([assignment])
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ({"num_generations": 10**9}, "rollout.num_generations: .* less than or equal to 65536, got 1000000000"),

@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 
 from cohort.config import GRPOConfig, Schedule
 from cohort.errors import DataError
+from tests.conftest import each
 
 SEVERAL = {"num_iterations": 2, "minibatches": 4, "beta": 0.1}
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "num_prompts", "words"),
     [
         ({"num_epochs": 2}, 7473, "2 epochs = 1,869 rollouts = 1,869 updates, the last of 2 prompts\n"),

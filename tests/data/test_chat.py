@@ -8,6 +8,7 @@ import pytest
 from cohort.config import DataConfig, GRPOConfig
 from cohort.data import PromptSet
 from cohort.errors import ConfigError, DataError
+from tests.conftest import each
 from tests.data.templates import CHATML, DEEPSEEK_R1, HARMONY, LLAMA3, MISTRAL, QWEN3, byte_tokenizer
 
 USER = {"role": "user", "content": "1+1?"}
@@ -26,7 +27,7 @@ def prompt_of(template, messages, row=None, **settings):
     return prompts_of(template, [{"prompt": messages, **(row or {})}], **settings)[0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "variables", "messages", "end", "prefill"),
     [
         (CHATML, {}, TALK, "<|im_start|>assistant\n", ""),
@@ -121,7 +122,7 @@ def test_every_conversation_has_the_tools_of_the_run():
     assert (none.text.startswith("<|im_start|>user"), none.template_arguments) == (True, {"enable_thinking": True})
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "tools", "message"),
     [
         ({"prompt": "1+1", "tools": []}, [TOOL], "row 0: the prompt is text; .* set data.format to 'chat'"),
@@ -190,7 +191,7 @@ def user(content):
     return [{"role": "user", "content": content}]
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "messages", "row", "settings", "message"),
     [
         (NO_PROMPT, TALK, {}, {}, "the chat template writes no generation prompt: .* Set data.chat_template"),

@@ -18,6 +18,7 @@ from cohort.data.load import Interleaving
 from cohort.data.loader import ReadPosition
 from cohort.data.streaming import StreamingLoader, buffer_shuffled
 from cohort.errors import DataError
+from tests.conftest import each
 from tests.data.templates import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(bos=False)
@@ -169,7 +170,7 @@ def test_a_curriculum_of_filtered_and_dropped_rows():
     assert Counter((prompt.source, prompt.row_index) for prompt in prompts)["source 1", 4] == 1
 
 
-@pytest.mark.parametrize("value", [None, "hard", float("nan"), True])
+@each("value", [None, "hard", float("nan"), True])
 def test_a_curriculum_needs_a_number_in_every_row(value):
     rows = [{"prompt": "1", "level": 1}, {"prompt": "2", "level": value}]
     config = DataConfig(order="curriculum", curriculum="level")

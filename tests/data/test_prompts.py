@@ -11,6 +11,7 @@ from cohort.data import LengthLimit, PromptSet, load_data
 from cohort.data.prompts import spread
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS
+from tests.conftest import each
 from tests.data.templates import CHATML, byte_tokenizer
 
 TOKENIZER = byte_tokenizer(CHATML, bos=False)
@@ -44,7 +45,7 @@ def test_conversations():
     assert messages.text == "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "settings", "message"),
     [
         ({"q": "1"}, {}, r"row 1: no column 'prompt'; the row has: q. Set data.prompt_column, data.prompt_template or"),

@@ -13,6 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from cohort.config import DataConfig, Source
 from cohort.data import load_data, load_rows
 from cohort.errors import DataError
+from tests.conftest import each
 
 ROWS = [{"question": "1+2", "answer": "3"}, {"question": "4+5", "answer": "9"}]
 COLUMNS = {"question": ["1+2", "4+5"], "answer": ["3", "9"]}
@@ -245,7 +246,7 @@ def test_a_data_set_with_a_transform():
         load(given.with_transform(fails))
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "message"),
     [
         ([], "the training data has no rows"),
@@ -329,7 +330,7 @@ def test_columns_then_filter_then_select_then_the_first(kind):
     assert source(kind([{"a": 1, "b": 2}]), columns={"a": "b", "b": "a"}).rows[0] == {"b": 1, "a": 2}
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "kept"),
     [
         ({"filter": {"level": "hard", "n": {"min": 6}}}, [8, 11]),
@@ -381,7 +382,7 @@ def test_a_user_filter(tmp_path, monkeypatch):
             numbers(filter=f"mine.py:{name}")
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "message"),
     [
         ({"columns": {"prompt": "question"}}, "data.columns names column 'question'; there are: q, level, rate, n"),
@@ -423,7 +424,7 @@ def test_sources_have_settings_of_their_own():
     assert (len(data), data.weights) == (6, None)
 
 
-@pytest.mark.parametrize(
+@each(
     ("sources", "settings", "message"),
     [
         ([{"weight": 1.0}, {}], {}, "data.train: source 1 has no weight: give every source one, or none"),

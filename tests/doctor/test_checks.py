@@ -13,6 +13,7 @@ from cohort.doctor.prompts import check_columns, check_ends, check_lengths, chec
 from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
 from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
 from cohort.rewards import RewardRunner
+from tests.conftest import each
 from tests.rewards.conftest import prompt
 
 MEBI = 2**20
@@ -105,7 +106,7 @@ def test_a_penalty_with_a_negative_weight_tells_right_answers_from_wrong_ones():
         assert math.copysign(1.0, found.right) == 1.0  # shown as 0.00
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@each("name", HEALTHY)
 def test_a_healthy_run_passes_in_one_finding(name):
     (finding,) = HEALTHY[name]()
     assert (finding.check, str(finding.status), finding.advice) == (name, "pass", "")
@@ -225,7 +226,7 @@ ILL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "status", "words", "check"), ILL, ids=[f"{one[0]}-{one[2][:30]}" for one in ILL])
+@each(("name", "status", "words", "check"), ILL, ids=[f"{one[0]}-{one[2][:30]}" for one in ILL])
 def test_each_illness_has_its_number_and_an_advice(name, status, words, check):
     problems = [finding for finding in check() if str(finding.status) != "pass"]
     (finding,) = problems

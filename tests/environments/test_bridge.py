@@ -8,6 +8,7 @@ import pytest
 from cohort.environments.bridge import Bridge
 from cohort.errors import ConfigError, DataError
 from cohort.types import Prompt
+from tests.conftest import each
 from tests.environments.templates import CALLS, FAMILIES, TOOLS, answer, with_template
 
 USER = {"role": "user", "content": "What is 2 + 40?"}
@@ -62,9 +63,9 @@ def ids_after(family, conversation, replies, said, tools=None):
     return ids[len(before) :]
 
 
-@pytest.mark.parametrize("ended", [True, False])
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@each("ended", [True, False])
+@each("count", [1, 2])
+@each("name", WITH_TOOLS)
 def test_answers_of_tools_are_the_ids_of_the_whole_rendering(name, count, ended):
     family, bridge = FAMILIES[name], bridge_of(name)
     calls = CALLS[: 1 if family.one_call else count]
@@ -97,7 +98,7 @@ def text_after(name, replies, last, role="tool"):
     return family.tokenizer.decode(bridge_of(name, role).after(replies, last_token=last_token))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "last", "start"),
     [
         ("qwen3", "<|endoftext|>", "\n<|im_start|>user"),  # a turn is closed once, whatever end token was drawn
@@ -196,7 +197,7 @@ def test_no_answer_becomes_a_control_token(name):
                 assert control_ids(family, after(token[:cut], token[cut:])) == harmless
 
 
-@pytest.mark.parametrize("name", WITH_TOOLS)
+@each("name", WITH_TOOLS)
 def test_no_name_and_no_id_of_a_call_becomes_a_control_token(name):
     family, bridge = FAMILIES[name], bridge_of(name)
     harmless = control_ids(family, bridge.after([answer("42")], last_token=-1))
@@ -214,7 +215,7 @@ def test_no_first_observation_becomes_a_control_token(name):
         ) == control_ids(family, prompt.token_ids)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "mistral", "gptoss", "smollm", "glm"])
+@each("name", ["qwen2_5", "mistral", "gptoss", "smollm", "glm"])
 def test_nothing_that_is_read_again_becomes_a_control_token(name):
     """Neither texts of tools and users nor what the policy spells of special tokens, also as names, ids and arguments."""
     family, bridge = FAMILIES[name], bridge_of(name)
@@ -255,7 +256,7 @@ def test_a_text_and_what_the_template_writes_beside_it_make_no_control_token():
 # -- templates that are refused ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "message"),
     [
         (chatml("m.content | replace(' ', '')"), "changes the text of messages in an unknown way"),

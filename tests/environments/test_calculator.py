@@ -2,14 +2,13 @@
 
 import time
 
-import pytest
-
 from cohort.environments.calculator import calculator
+from tests.conftest import each
 
 SYNTAX = "error: cannot read the expression; it may have numbers, + - * / // % ** and parentheses"
 
 
-@pytest.mark.parametrize(
+@each(
     ("expression", "result"),
     [
         ("17 * 23", "391"),

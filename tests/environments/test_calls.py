@@ -8,6 +8,7 @@ import pytest
 from cohort.environments.calls import CallParser, ParsedTurn
 from cohort.environments.contract import ToolCall
 from cohort.errors import ConfigError
+from tests.conftest import each
 from tests.environments.templates import FAMILIES, TOOLS, with_template
 
 ADD = ToolCall("add", {"a": 2, "b": 40})
@@ -128,7 +129,7 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("family", SEVERAL)
+@each("family", SEVERAL)
 def test_several_calls_after_text(family):
     turn = parse(family, f"I look.\n\n{SEVERAL[family]}")
     assert turn.calls == (ADD, WEATHER)
@@ -137,7 +138,7 @@ def test_several_calls_after_text(family):
     assert [call["function"]["name"] for call in turn.message["tool_calls"]] == ["add", "weather"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "text"),
     [
         ("qwen3", "I could write <tool_call> and close it with </tool_call>."),
@@ -156,7 +157,7 @@ def test_a_mention_is_text(family, text):
     assert parse(family, text).calls == ()
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "error"),
     [
         ('<tool_call>\n{"name": "add", "arguments": {"a": 2,}}\n</tool_call>', "invalid JSON"),
@@ -232,7 +233,7 @@ class TestThoughts:
 class TestValuesOfTextFormats:
     """Qwen 3.5 and GLM write every value as text; the tool's schema says what it means."""
 
-    @pytest.mark.parametrize(
+    @each(
         ("name", "key", "written", "value"),
         [
             ("add", "a", "3", 3),
@@ -387,7 +388,7 @@ def learned(call):
     return CallParser.of(with_template(template), TOOLS)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "text"),
     [
         ("[TOOL_CALLS]{{ n }}[ARGS]{{ a | tojson }}", '[TOOL_CALLS]add[ARGS]{"a": 2, "b": 40}'),
@@ -416,7 +417,7 @@ def test_arguments_in_pythons_syntax_have_names():
     assert call.error == "invalid tool call: expected NAME(ARGUMENT=VALUE, ...)"
 
 
-@pytest.mark.parametrize("family", [name for name in CALL if not FAMILIES[name].one_call])
+@each("family", [name for name in CALL if not FAMILIES[name].one_call])
 def test_long_garbage_is_read_in_linear_time(family):
     for garbage in ("<tool_call>", "{", "[", "<", " ", "\n", "<think>", "<tool_call>\n{", "]", '<tool_call>\n{"a":'):
         import time

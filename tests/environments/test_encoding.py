@@ -2,11 +2,11 @@
 
 import itertools
 
-import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cohort.environments.encoding import Encoder, Given
+from tests.conftest import each
 from tests.environments.templates import FAMILIES
 
 UNKNOWN = "<unk>"
@@ -36,7 +36,7 @@ def test_templates_write_control_tokens_and_given_text_does_not():
     assert shown(tokenizer, "<end>", Given("a<end>"), "<end>") == ["<end>", "a", "<", "e", "n", "d", ">", "<end>"]
 
 
-@pytest.mark.parametrize(
+@each(
     "pieces",
     [
         (Given("<e"), Given("nd>")),
@@ -90,7 +90,7 @@ def test_a_special_token_of_one_character_is_left_out():
     assert shown(characters(special("\u00a7"), special("<end>")), Given("\u00a7<end>")) == list("<end>")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_without_control_tokens_the_ids_are_those_of_the_whole_text(name):
     tokenizer = FAMILIES[name].tokenizer
     encoder = Encoder(tokenizer)
@@ -101,8 +101,8 @@ def test_without_control_tokens_the_ids_are_those_of_the_whole_text(name):
         assert encoder.encode(pieces) == whole
 
 
-@pytest.mark.parametrize("inner", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@each("inner", [False, True])
+@each("name", FAMILIES)
 def test_a_frame_that_is_tokenized_once_gives_the_ids_of_the_whole_text(name, inner):
     family = FAMILIES[name]
     encoder, token = Encoder(family.tokenizer), family.control[0]

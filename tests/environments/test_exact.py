@@ -64,19 +64,19 @@ def test_sampler_and_trainer_agree_on_drawn_tokens(family, precision):
 
 
 @pytest.mark.parametrize(
-    ("limit", "turns", "latency"),
+    ("limit", "samples", "turns", "latency"),
     [
-        *((limit, 6, 0.1) for limit in (8, 64)),
-        *(pytest.param(limit, TURNS, 1.0, marks=pytest.mark.slow) for limit in (8, 64, 256)),
+        *((limit, 12, 6, 0.05) for limit in (8, 24)),
+        *(pytest.param(limit, 30, TURNS, 1.0, marks=pytest.mark.slow) for limit in (8, 64, 256)),
     ],
 )
-def test_latency_and_batch_limits_change_no_bit(limit, turns, latency):
+def test_latency_and_batch_limits_change_no_bit(limit, samples, turns, latency):
     def drawn(max_batch_size, latency):
-        groups = play(engine_of(policy, max_batch_size=max_batch_size), samples=30, turns=turns, latency=latency)
+        groups = play(engine_of(policy, max_batch_size=max_batch_size), samples=samples, turns=turns, latency=latency)
         return [(*c.segments[0].token_ids.tolist(), *c.sampler_logps.tolist()) for c in completions_of(groups)]
 
     policy = policy_of("llama", FLOAT32)
-    assert drawn(limit, latency) == drawn(90, 0.0)
+    assert drawn(limit, latency) == drawn(3 * samples, 0.0)
 
 
 def test_latency_changes_no_token_on_the_generic_path():

@@ -1,8 +1,7 @@
 """Arguments against JSON schemas, as get_json_schema and servers of tools write them."""
 
-import pytest
-
 from cohort.environments.schemas import problem_with, value_of
+from tests.conftest import each
 
 ANY_OF = {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "string"}}]}
 NESTED = {
@@ -13,7 +12,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "value", "problem"),
     [
         ({"type": "number"}, 3, ""),
@@ -59,7 +58,7 @@ def test_at_most_four_problems_are_listed():
     assert problem_with(dict.fromkeys("abcdefgh", 1), {}).count(";") == 3
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "schema", "value"),
     [
         ("3", {"type": "integer"}, 3),

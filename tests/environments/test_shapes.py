@@ -11,6 +11,7 @@ from cohort.environments.contract import Answer, EpisodeFailed, Step
 from cohort.environments.shapes import LIVE, choose, find_environments, perform, recognise, run_plain
 from cohort.environments.tools import text_of
 from cohort.errors import ConfigError, DataError
+from tests.conftest import each
 from tests.environments.worlds import AsyncDesk, AsyncWorld, Desk, World
 
 
@@ -79,7 +80,7 @@ def test_a_probe_that_cannot_be_closed_is_refused():
         recognise(lambda: Stuck())
 
 
-@pytest.mark.parametrize(
+@each(
     ("factory", "message"),
     [
         (type("Bare", (), {}), "Bare has no method reset: write `def reset"),
@@ -176,7 +177,7 @@ def user(text):
 Named = namedtuple("Named", "observation reward terminated truncated info")
 
 
-@pytest.mark.parametrize(
+@each(
     ("returned", "answer"),
     [
         (Step("go on"), Answer(user("go on"))),
@@ -194,7 +195,7 @@ def test_answers_in_all_forms(returned, answer):
     assert answer_of(returned) == answer
 
 
-@pytest.mark.parametrize(
+@each(
     ("returned", "message"),
     [
         (("o", 1.0, False), r"Env.step returned a tuple of 3: expected Step\(observation, reward, done\), "),

@@ -14,6 +14,7 @@ import pytest
 from cohort.environments.contract import ToolCall
 from cohort.environments.tools import Tool, Toolbox, as_tool, text_of
 from cohort.errors import ConfigError, DataError
+from tests.conftest import each
 
 
 def add(a: int, b: int = 1) -> int:
@@ -242,7 +243,7 @@ def generator(a: int):
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
+    @each(
         ("function", "message"),
         [
             (no_hints, "'no_hints' cannot be shown to the policy: the argument 'a' has no type hint"),
@@ -261,7 +262,7 @@ class TestRefused:
             as_tool(function)
         assert "Args:\n            a: The first number." in str(caught.value)
 
-    @pytest.mark.parametrize(
+    @each(
         ("given", "message"),
         [
             (lambda a: a, "the tool '<lambda>' needs a name"),
@@ -296,7 +297,7 @@ class TestToolbox:
             with pytest.raises(DataError, match=f"column 'tools'.*are add, search, calculator; got {got}"):
                 self.box.subset(names)
 
-    @pytest.mark.parametrize(
+    @each(
         ("call", "problem"),
         [
             (ToolCall("add", {"a": 2}), ""),
@@ -336,7 +337,7 @@ class Broken:
 
 
 class TestTextOf:
-    @pytest.mark.parametrize(
+    @each(
         ("result", "text"),
         [
             ("as it is\n", "as it is\n"),

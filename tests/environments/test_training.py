@@ -15,6 +15,7 @@ from cohort.config import EnvironmentConfig
 from cohort.environments import Acting, Step
 from cohort.errors import ConfigError, DataError, EpisodeError, RunFolderError, Stopped
 from cohort.report.rollouts import StoredStep
+from tests.conftest import each
 from tests.environments.templates import FAMILIES
 from tests.train.harness import metrics_of, rows_of
 from tests.train.test_stop import assert_stops_change_nothing
@@ -119,7 +120,7 @@ def test_a_function_that_hangs_does_not_hold_up_a_stop(tmp_path, monkeypatch, wh
         called.append(1)
         if hangs[0] and len(called) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
+            time.sleep(300)
 
     class Asks:
         def reset(self, **row):
@@ -146,7 +147,7 @@ def test_a_function_that_hangs_does_not_hold_up_a_stop(tmp_path, monkeypatch, wh
     began = time.monotonic()
     with pytest.raises(Stopped, match="stopped by SIGTERM in step 1"):
         make(tmp_path / "run").train()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 150
     hangs[0] = False
     resumed = make(tmp_path / "run")
     assert resumed.train(resume=True)["steps"] == 1
@@ -176,9 +177,7 @@ def test_a_run_with_a_tool(tmp_path):
                 assert int(message["content"]) in range(19)
 
 
-@pytest.mark.parametrize(
-    ("tools", "count"), [(None, 0), ((), 0), (add, 1), ("calculator", 1), ([add, "calculator"], 2)]
-)
+@each(("tools", "count"), [(None, 0), ((), 0), (add, 1), ("calculator", 1), ([add, "calculator"], 2)])
 def test_tools_are_one_or_several(tools, count):
     acting = Acting.of(EnvironmentConfig(), tools)
     assert len(acting.schemas if acting else ()) == count

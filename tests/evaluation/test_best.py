@@ -15,6 +15,7 @@ from cohort.config import EvalConfig
 from cohort.errors import ConfigError, DiskError, NonFiniteError, RankError, RewardError, Stopped
 from cohort.evaluation import Best, Evaluator
 from cohort.evaluation.evaluate import check_settings
+from tests.conftest import each
 from tests.train.harness import (
     ROWS,
     break_after,
@@ -37,7 +38,7 @@ def stored_best(folder):
     return {key: record[key] for key in ("step", "metric", "value")}
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "settings", "new_best", "best", "since"),
     [
         ([0.2, 0.1, 0.4, 0.4, math.nan, 0.3], {}, [0, 2], (2, 0.4), 3),  # a tie does not win
@@ -135,7 +136,7 @@ def test_a_metric_that_no_evaluation_logs_is_an_error_before_the_model_is_loaded
         make_trainer(demo_tokenizer, None, model=Unread(), eval_rows=ROWS[:2], metric_for_best_model="reward")
 
 
-@pytest.mark.parametrize(
+@each(
     ("metric", "sets", "message"),
     [
         *((f"eval/{name}", "ab", "") for name in ("a/reward/low", "b/rewards/math/mean", "a/errors", "a/custom/x")),

@@ -17,6 +17,7 @@ from cohort.evaluation.totals import totals
 from cohort.report.console.lines import evaluation_line
 from cohort.rewards.scores import Scores
 from cohort.types import FinishReason
+from tests.conftest import each
 from tests.train.harness import (
     ROWS,
     digits_reward,
@@ -282,7 +283,7 @@ def test_text_that_is_not_utf8_is_escaped(demo_tokenizer):
     assert table.column("extra/answer").to_pylist() == ["\\ud800x"] * 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("sets", "settings", "error", "message"),
     [
         ({"a/b": ROWS[:2]}, {}, DataError, "expected letters, digits, '-' and '_'"),

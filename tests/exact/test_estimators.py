@@ -10,6 +10,7 @@ import torch
 
 from cohort.objective import PRESETS, Objective, outcome_advantages
 from cohort.presets.parts import GroupMean, GroupStd, SignWeights
+from tests.conftest import each
 
 from .tabular import TOLERANCE, assert_apart, assert_same, gradient, groups, tree
 
@@ -170,7 +171,7 @@ EXACT_STD = plain(scale=GroupStd(ddof=1, epsilon=0.0))
 LAST_DIGIT = 5e-4  # the reference numbers are printed to three decimals
 
 
-@pytest.mark.parametrize("p", GRPO_8)
+@each("p", GRPO_8)
 def test_reference_weights_of_grpo_with_the_sample_std(p):
     assert weight_of_many(EXACT_STD, p, 8) == pytest.approx(GRPO_8[p], abs=LAST_DIGIT)
     assert weight_of_many(EXACT_STD, p, 64) == pytest.approx(GRPO_64[p], abs=LAST_DIGIT)
@@ -178,7 +179,7 @@ def test_reference_weights_of_grpo_with_the_sample_std(p):
         assert weight_of_many(EXACT_STD, p, G) == pytest.approx(std_weight(p, G, 1), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("p", MAXRL_8)
+@each("p", MAXRL_8)
 def test_reference_weights_of_maxrl(p):
     assert weight_of_many(PRESETS["maxrl"], p, 8) == pytest.approx(MAXRL_8[p], abs=LAST_DIGIT)
     assert weight_of_many(PRESETS["maxrl"], p, 64) == pytest.approx(order(63, p), abs=TOLERANCE)

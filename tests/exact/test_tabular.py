@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cohort.objective import PRESETS, Outcomes, coefficients, token_advantages, token_weights
+from tests.conftest import each
 
 from .tabular import PER_GROUP, assert_same, gradient, groups, tree
 
@@ -33,7 +34,7 @@ def test_a_prefix_is_visited_as_often_as_its_tokens_are_drawn():
     assert_same(below, (table[root, 2] * table[two, 1]).detach())
 
 
-@pytest.mark.parametrize("aggregation", PER_GROUP)
+@each("aggregation", PER_GROUP)
 def test_one_flat_batch_is_the_groups_one_at_a_time(aggregation):
     # What every other test of this folder rests on: groups share nothing but the denominator.
     batch, small = groups(2, 2, 2), tree(2, 2)

@@ -17,7 +17,8 @@ from typing import Any
 
 from cohort.rewards.runner import Scoring
 from cohort.rollout import LocalEngine
-from cohort.runs import RunFolder, save_merged
+from cohort.runs.folder import RunFolder
+from cohort.runs.models import save_merged
 from cohort.train import loop
 from cohort.train.update import update
 from cohort.trainer import GRPOTrainer

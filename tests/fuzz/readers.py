@@ -31,21 +31,14 @@ from cohort.policy import read_config as model_config
 from cohort.report.compare import changed_facts, changed_settings, differences, read_whole
 from cohort.report.rollouts import StoredStep
 from cohort.rewards.names import split_spec
-from cohort.runs import (
-    RunFolder,
-    StoredRollout,
-    damage_named,
-    last_start,
-    load_checkpoint,
-    load_rollout,
-    random_state,
-    read_best,
-    save_rollout,
-    saved_identity,
-)
+from cohort.runs.checkpoints import load_checkpoint, saved_identity
 from cohort.runs.chosen import model_of
 from cohort.runs.durable import check_whole, write_file, write_manifest
-from cohort.runs.generators import set_random_state
+from cohort.runs.folder import RunFolder
+from cohort.runs.generators import random_state, set_random_state
+from cohort.runs.reading import damage_named, read_best
+from cohort.runs.rollouts import StoredRollout, encode_rollout, load_rollout, write_encoded
+from cohort.runs.starts import last_start
 from cohort.runs.tables import with_facts, write_table
 from cohort.runs.verify import verify
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Turn
@@ -284,7 +277,7 @@ def some_rollout() -> StoredRollout:
 
 
 def prepare_rollout(folder: Path) -> None:
-    save_rollout(folder / "whole", some_rollout())
+    write_encoded(folder / "whole", encode_rollout(some_rollout()))
 
 
 def stored_seed(suffix: str) -> bytes:

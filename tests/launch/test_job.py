@@ -12,6 +12,7 @@ from cohort.launch import Job, job_of, rank
 from cohort.launch import job as job_module
 from cohort.launch.ends import LOG_HEADER, End, explain_failure, first_end, report
 from cohort.launch.job import check_gpus
+from tests.conftest import each
 
 TRAIN = ("train", "c.toml")
 VLLM = "launch --ranks 2 --dry-run train c.toml --rollout.engine vllm"
@@ -22,7 +23,7 @@ def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(job_module, "_cores", lambda: 8)
+    monkeypatch.setattr(job_module, "usable_cores", lambda: 8)
     (tmp_path / "c.toml").write_text(
         "[model]\npath='m'\ndevice='cpu'\n[data]\ntrain='d.jsonl'\n[rollout]\nprompts_per_step=4\n"
     )
@@ -164,7 +165,7 @@ def test_threads_are_the_cores_divided_by_the_ranks_unless_set(config, monkeypat
 KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
 
 
-@pytest.mark.parametrize(
+@each(
     ("ends", "first"),
     [
         ([End(0, 1, 10.9, "lost"), End(1, KILLED, 11.0)], 1),  # killed first, though noticed later

@@ -8,6 +8,7 @@ import torch
 from cohort.errors import RewardError
 from cohort.objective import combined_advantages, group_statistics, outcome_advantages
 from cohort.presets.parts import BatchStd, GroupMean, GroupStd
+from tests.conftest import each
 from tests.objective.batches import doubles, longs
 
 ONE_GROUP = torch.zeros(8, dtype=torch.long)
@@ -26,7 +27,7 @@ def check(got, *expected):
 # Known answers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("baseline", "scale", "right", "wrong"),
     [
         ("group_mean", EXACT, 1.207615, -0.724569),
@@ -52,7 +53,7 @@ GROUPS = longs(3, 1, 3, 1, 3)
 LENGTHS = longs(1, 3, 0, 1, 3)
 
 
-@pytest.mark.parametrize(
+@each(
     ("baseline", "expected"),
     [
         ("none", [1, 4, 2, 8, 6]),
@@ -75,7 +76,7 @@ def test_a_group_of_empty_completions_has_its_plain_mean():
     check(got, -2, -1, -1, 3, 3)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rewards", "expected"),
     [
         ([3.0, 1.0, 3.0], [0, 0, 0]),  # two share the maximum: no lead
@@ -104,7 +105,7 @@ def sample_std(*values):
     return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
 
 
-@pytest.mark.parametrize(
+@each(
     ("scale", "divisors"),
     [
         (EXACT, [sample_std(1, 2, 6), sample_std(4, 8)]),
@@ -125,8 +126,8 @@ def test_scales_by_hand(scale, divisors):
 # Nothing to compare -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", SCALES, ids=str)
-@pytest.mark.parametrize("baseline", [*GROUP_BASELINES, "batch_mean"])
+@each("scale", SCALES, ids=str)
+@each("baseline", [*GROUP_BASELINES, "batch_mean"])
 def test_equal_rewards_give_exactly_zero(baseline, scale):
     # In float32, eight times 0.1 has mean != 0.1 and a std of about 8e-9: epsilon alone would not save it.
     rewards, group = torch.full((8,), 0.1), longs(0, 1, 0, 1, 0, 1, 0, 1)
@@ -154,8 +155,8 @@ def test_a_groups_spread_or_mean_of_zero_silences_it_whatever_the_baseline():
     )
 
 
-@pytest.mark.parametrize("scale", SCALES, ids=str)
-@pytest.mark.parametrize("baseline", BASELINES)
+@each("scale", SCALES, ids=str)
+@each("baseline", BASELINES)
 def test_unscored_completions_are_left_out_of_every_statistic(baseline, scale):
     group, lengths = torch.cat([GROUPS, longs(3, 1)]), torch.cat([LENGTHS, longs(50, 2)])
     rewards = torch.cat([REWARDS, doubles(NAN, NAN)])
@@ -165,9 +166,9 @@ def test_unscored_completions_are_left_out_of_every_statistic(baseline, scale):
     assert got[-2:].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("rewards", [[NAN] * 3, [1.0, NAN, NAN], [NAN, 2.0, 2.0]])
-@pytest.mark.parametrize("scale", SCALES, ids=str)
-@pytest.mark.parametrize("baseline", GROUP_BASELINES)
+@each("rewards", [[NAN] * 3, [1.0, NAN, NAN], [NAN, 2.0, 2.0]])
+@each("scale", SCALES, ids=str)
+@each("baseline", GROUP_BASELINES)
 def test_a_group_with_nothing_to_compare_teaches_nothing(rewards, scale, baseline):
     got = outcome_advantages(
         torch.tensor(rewards), longs(0, 0, 0), baseline=baseline, scale=scale, lengths_S=longs(1, 2, 3)
@@ -175,8 +176,8 @@ def test_a_group_with_nothing_to_compare_teaches_nothing(rewards, scale, baselin
     assert got.tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("scale", SCALES, ids=str)
-@pytest.mark.parametrize("baseline", GROUP_BASELINES)
+@each("scale", SCALES, ids=str)
+@each("baseline", GROUP_BASELINES)
 def test_a_group_of_one_teaches_nothing_and_disturbs_nothing(baseline, scale):
     rewards, group = torch.cat([REWARDS, doubles(5.0)]), torch.cat([GROUPS, longs(2)])
     got = outcome_advantages(rewards, group, baseline=baseline, scale=scale, lengths_S=torch.cat([LENGTHS, longs(2)]))
@@ -188,7 +189,7 @@ def test_a_group_of_one_teaches_nothing_and_disturbs_nothing(baseline, scale):
         )
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
+@each("baseline", BASELINES)
 def test_an_empty_batch(baseline):
     nothing = torch.zeros(0, dtype=torch.long)
     assert outcome_advantages(nothing.double(), nothing, baseline=baseline, lengths_S=nothing).tolist() == []
@@ -298,7 +299,7 @@ def test_a_batchs_spread_over_tokens_counts_a_completion_as_often_as_it_has_toke
     assert spread.std().item() == pytest.approx(1, rel=1e-12)
 
 
-@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out", "length_weighted", "second_best"])
+@each("baseline", ["group_mean", "leave_one_out", "length_weighted", "second_best"])
 def test_a_group_that_is_dead_in_every_reward_stays_at_zero_over_the_batch(baseline):
     rewards_SK = torch.tensor([[0.1, 0.3]] * 3 + [[1.0, 0.0], [0.0, 0.5], [0.7, 0.2]])
     got = combined_advantages(

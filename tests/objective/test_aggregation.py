@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cohort.objective import token_weights
+from tests.conftest import each
 
 SEQUENCE = torch.tensor([0, 3, 0, 1, 3, 0, 3, 3])
 """Completions 0 to 3 have 3, 1, 0 and 4 tokens."""
@@ -21,7 +22,7 @@ def by_completion(of_0, of_1, of_3):
     return torch.tensor([{0: of_0, 1: of_1, 3: of_3}[s] for s in SEQUENCE.tolist()], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
+@each(
     ("aggregation", "expected"),
     [
         ("seq_mean_token_mean", (1 / 12, 1 / 4, 1 / 16)),
@@ -36,7 +37,7 @@ def test_denominators_by_hand(aggregation, expected):
     assert torch.equal(weights(aggregation), by_completion(*expected))
 
 
-@pytest.mark.parametrize(
+@each(
     ("aggregation", "expected"),
     [
         ("seq_mean_token_mean", (1 / 9, 1 / 3, 1 / 12)),
@@ -61,7 +62,7 @@ COUNTED = torch.tensor([True, True, False, False, True, True, False, True])
 """Completions 0, 1 and 3 have 2, 0 and 3 tokens that count."""
 
 
-@pytest.mark.parametrize(
+@each(
     ("aggregation", "count_empty", "expected"),
     [
         ("seq_mean_token_mean", True, (1 / 8, 0, 1 / 12)),
@@ -84,7 +85,7 @@ def test_tokens_that_do_not_count(aggregation, count_empty, expected):
 ALL = ["seq_mean_token_mean", "token_mean", "prompt_mean", "constant", "seq_sum", "token_sum"]
 
 
-@pytest.mark.parametrize(("aggregation", "count_empty"), list(zip(ALL, [True, False] * 3, strict=True)))
+@each(("aggregation", "count_empty"), list(zip(ALL, [True, False] * 3, strict=True)))
 def test_a_minibatch_without_a_token_that_counts_has_weights_of_zero(aggregation, count_empty):
     none = torch.zeros(8, dtype=torch.bool)
     assert weights(aggregation, counted_N=none, count_empty=count_empty).tolist() == [0.0] * 8

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cohort.objective import PRESETS, coefficients
+from tests.conftest import each
 from tests.objective.batches import coefficients_of, random_batch, weights_of
 
 PAPER = PRESETS["grpo"]
@@ -40,7 +41,7 @@ def test_reference_log_probs_must_match_beta():
         coefficients(PAPER.replace(beta=0.0), BATCH.logps, BATCH.advantages_N, WEIGHTS, ref_logps_N=BATCH.ref)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "argument"),
     [
         ({"ratio_anchor": "sampler"}, "sampler_logps_N"),

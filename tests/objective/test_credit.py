@@ -10,6 +10,7 @@ from cohort.objective.credit import process_advantages, top_k_of_group, unlikeli
 from cohort.presets import Objective, parts
 from cohort.presets.parts import BatchStd, GroupStd, TopK, Unlikeliness
 from cohort.types import Turns
+from tests.conftest import each
 from tests.objective.batches import doubles, longs
 
 NAN = math.nan
@@ -56,7 +57,7 @@ def test_lengths_are_those_of_the_loss():
     check(token_advantages(by_length, outcomes()), *spread([0.8, -1.2, -2.0, 2.0]))
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS if PRESETS[n].reward_aggregation == "sum_then_normalize"])
+@each("name", [n for n in PRESETS if PRESETS[n].reward_aggregation == "sum_then_normalize"])
 def test_every_preset_is_silent_on_an_unscored_completion(name):
     rewards, group = doubles(3.0, 1.0, 2.0, 4.0, 0.5, NAN), longs(5, 5, 8, 8, 5, 8)
     sequence = torch.cat([SEQUENCE, longs(4, 5, 5)])
@@ -141,7 +142,7 @@ def test_unlikeliness_in_an_objective_is_of_the_mean_log_prob():
 # The choice of completions ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("metric", "k", "expected"),
     [
         ("shortest", 2, [False, True, True, False, True]),
@@ -374,7 +375,7 @@ def test_sign_weights():
 TRUNCATED = torch.tensor([False, True, False, True])
 
 
-@pytest.mark.parametrize(
+@each(
     ("treatment", "expected"),
     [
         ("keep", [1.0, -1.0, -2.0, 2.0]),

@@ -26,6 +26,7 @@ from cohort.objective.explain import coefficient_table
 from cohort.presets import describe
 from cohort.presets.parts import KL, EntropyBonus
 from cohort.presets.trust_regions import KLMask, TVMask
+from tests.conftest import each
 from tests.objective.batches import doubles, longs, random_batch, update_tokens, weights_of
 
 CAUSES = [f"cause_{cause.name.lower()}" for cause in Cause]
@@ -44,7 +45,7 @@ def statistics(objective, batch):
 # Causes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_causes_add_up_to_the_number_of_tokens(name):
     batch = random_batch(0)
     tokens = update_tokens(with_beta(name), batch)
@@ -109,7 +110,7 @@ def tokens_of(tokens: UpdateTokens, sequences):
     return tokens.select(torch.isin(tokens.sequence_N, torch.tensor(sequences)))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_statistics_of_a_batch_cut_in_two_add_up(name):
     objective = with_beta(name)
     tokens = update_tokens(objective, random_batch(0))
@@ -324,7 +325,7 @@ def first_update(objective):
     return batch, statistics(objective, batch).sums["policy_value_at_ratio_1"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "expected"),
     [
         ("default", 0.0),
@@ -347,7 +348,7 @@ def test_the_value_at_ratio_one(name, expected):
     assert value == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_the_value_at_ratio_one_is_the_value_on_policy(name):
     batch = random_batch(0).on_policy()
     sums = statistics(PRESETS[name].replace(beta=0.0), batch).sums
@@ -357,7 +358,7 @@ def test_the_value_at_ratio_one_is_the_value_on_policy(name):
 # The table of an objective ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "rows"),
     [
         ("default", {0.5: (0.5, 0.0), 0.8: (0.8, -0.8), 1.0: (1.0, -1.0), 1.2: (1.2, -1.2), 4.0: (0.0, -4.0)}),
@@ -377,7 +378,7 @@ def test_the_coefficient_table(name, rows):
         assert shown == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_the_numbers_of_an_explanation_are_the_tables(name):
     text = explain(PRESETS[name]).removeprefix(describe(PRESETS[name]))
     text = text.replace("A = +1", "").replace("A = -1", "")
@@ -401,7 +402,7 @@ def test_other_objectives_can_be_explained():
 # Controllers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("measured", "completions", "beta"),
     [
         (0.01, 100, 0.1),
@@ -419,7 +420,7 @@ def test_beta_moves_toward_its_target(measured, completions, beta):
     assert next_beta(KL(beta=0.1), 0.07, measured, completions) == 0.07
 
 
-@pytest.mark.parametrize(
+@each(
     ("coefficient", "measured", "expected"),
     [(0.01, 0.1, 0.015), (0.01, 0.2, 0.015), (0.01, 0.21, 0.005), (0.002, 0.3, 0.0)],
 )

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cohort.objective import PRESETS, Cause, coefficients
+from tests.conftest import each
 from tests.objective.batches import Batch, coefficients_of, random_batch, weights_of
 from tests.objective.surrogates import (
     POLICY,
@@ -46,7 +47,7 @@ def test_every_preset_has_a_surrogate():
     assert set(POLICY) == set(PRESETS)
 
 
-@pytest.mark.parametrize("name", POLICY)
+@each("name", POLICY)
 def test_the_policy_term_is_the_gradient_of_the_papers_objective(name):
     batch = random_batch(SEED)
     expected, value = gradient_of(POLICY[name], batch)
@@ -56,7 +57,7 @@ def test_the_policy_term_is_the_gradient_of_the_papers_objective(name):
     assert (weights_of(PRESETS[name], batch) * got.value_N).sum().item() == pytest.approx(value, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", POLICY)
+@each("name", POLICY)
 def test_the_kl_term_is_the_gradient_of_the_papers_objective(name):
     batch, surrogate = random_batch(SEED), kl_of(name)
     got = coefficients_of(with_beta(name), batch)
@@ -83,7 +84,7 @@ def test_the_batches_are_away_from_every_bound():
     assert (products[:, None] - torch.tensor([0.8, 1.2])).abs().min() > 1e-5
 
 
-@pytest.mark.parametrize(
+@each(
     "name", [name for name in POLICY if name not in ("cispo", "scalerl", "sapo", "vespo", "grpo_r1", "ce_gppo", "topr")]
 )
 def test_the_batches_meet_the_bounds_of_every_rule_that_silences(name):
@@ -200,7 +201,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each("name", OTHERS)
 def test_rules_that_no_preset_uses(name):
     settings, surrogate = OTHERS[name]
     batch, objective = random_batch(0), PRESETS["default"].replace(**settings)
@@ -237,9 +238,7 @@ def kl_forms():
             yield {**to, "scope": "sequence", "correction": "sequence_weight"}, kl_sequence(direction, anchor)
 
 
-@pytest.mark.parametrize(
-    ("settings", "surrogate"), list(kl_forms()), ids=lambda v: "-".join(v.values()) if type(v) is dict else ""
-)
+@each(("settings", "surrogate"), list(kl_forms()), ids=lambda v: "-".join(v.values()) if type(v) is dict else "")
 def test_every_form_of_the_kl_in_the_loss(settings, surrogate):
     batch, objective = random_batch(0), PRESETS["default"].replace(kl={"beta": BETA, **settings})
     expected = -BETA * gradient_of(surrogate, batch)[0]
@@ -271,7 +270,7 @@ def test_where_the_sampler_drew_the_kl_does_not_see_the_old_policy():
 # What all share -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", POLICY)
+@each("name", POLICY)
 def test_on_policy_every_preset_is_reinforce_with_its_mean(name):
     batch = random_batch(0).on_policy()
     got = coefficients_of(plain(name), batch)
@@ -286,7 +285,7 @@ ALL_RULES = {
 }
 
 
-@pytest.mark.parametrize("name", ALL_RULES)
+@each("name", ALL_RULES)
 def test_an_advantage_of_zero_is_no_gradient_whatever_the_ratio(name):
     batch = random_batch(0)
     far = dataclasses.replace(
@@ -315,7 +314,7 @@ def with_junk(batch: Batch, junk: float):
     return dataclasses.replace(batch, **logps, sequence_N=sequence_N), places
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(ALL_RULES)))
+@each(("number", "name"), list(enumerate(ALL_RULES)))
 def test_masked_tokens_may_be_anything_and_change_nothing(number, name):
     batch, objective = random_batch(1), ALL_RULES[name].replace(beta=BETA)
     junk = (math.nan, math.inf, -math.inf)[number % 3]
@@ -329,7 +328,7 @@ def test_masked_tokens_may_be_anything_and_change_nothing(number, name):
         assert (value[~places] == (Cause.MASKED if name == "cause_N" else 0)).all()
 
 
-@pytest.mark.parametrize("name", POLICY)
+@each("name", POLICY)
 def test_low_entropy_tokens_have_no_policy_term_but_a_kl_term(name):
     batch, objective = random_batch(2), with_beta(name)
     base_N = weights_of(objective, batch)
@@ -352,7 +351,7 @@ def test_low_entropy_tokens_have_no_policy_term_but_a_kl_term(name):
     assert torch.equal(got.cause_N[chosen_N], all_tokens.cause_N[chosen_N])
 
 
-@pytest.mark.parametrize("name", ["default", "gspo", "rloo", "dapo"])
+@each("name", ["default", "gspo", "rloo", "dapo"])
 def test_without_an_old_policy_the_ratio_is_one(name):
     batch, objective = random_batch(0), plain(name)
     weights_N = weights_of(objective, batch)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.objective import PRESETS, Outcomes, token_advantages, token_weights
+from tests.conftest import each
 from tests.objective.batches import Batch, coefficients_of, random_batch
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -28,7 +29,7 @@ def terms(got):
     return torch.stack([got.policy_N, got.kl_N, got.value_N])
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_a_sequence_may_lie_in_several_rows(name):
     # Its tokens anywhere on the axis, in their order: a sequence is an id.
     batch, objective = random_batch(1), with_beta(name)
@@ -71,7 +72,7 @@ def by_completion(advantages_N, order):
     return dict(zip(order, [part.tolist() for part in advantages_N.split(lengths)], strict=True))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_how_groups_are_interleaved_and_numbered_changes_no_advantage(name):
     objective = PRESETS[name].replace(group_filter={"k": 2}) if name == "gfpo" else PRESETS[name]
     plain = by_completion(token_advantages(objective, rollout()), list(range(6)))
@@ -87,7 +88,7 @@ FACTOR = {name for name, row in PRESETS.items() if row.scale is not None}
 """A positive factor changes nothing, but for epsilon."""
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_a_constant_added_to_all_rewards(name):
     plain, got = (token_advantages(PRESETS[name], rollout(shift=shift)) for shift in (0.0, 5.0))
     if name in SHIFT:
@@ -96,7 +97,7 @@ def test_a_constant_added_to_all_rewards(name):
         assert (got - plain).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_a_factor_of_all_rewards(name):
     if PRESETS[name].reward_aggregation != "sum_then_normalize":
         return  # see test_advantages: an affine map of each reward
@@ -111,7 +112,7 @@ def test_a_factor_of_all_rewards(name):
         assert (got - plain).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("name", [name for name, row in PRESETS.items() if row.group_relative])
+@each("name", [name for name, row in PRESETS.items() if row.group_relative])
 def test_a_group_of_one_has_advantage_zero(name):
     seven, zeros = torch.tensor([7.0]), torch.zeros(2, dtype=torch.long)
     alone = Outcomes(seven, zeros[:1], zeros, 10, by_function_SK=seven[:, None], kl_N=torch.zeros(2))

@@ -7,6 +7,7 @@ import torch
 
 from cohort.objective import k3, kl_correction, kl_multiplier
 from cohort.presets.parts import KL
+from tests.conftest import each
 
 
 def test_multipliers_agree_to_first_order_and_part_far_away():
@@ -20,7 +21,7 @@ def test_multipliers_agree_to_first_order_and_part_far_away():
     assert kl_multiplier(far, zero, direction="reverse").item() == -5.0
 
 
-@pytest.mark.parametrize("gap", [1e-6, 1e-4, 1e-3, 1e-2])
+@each("gap", [1e-6, 1e-4, 1e-3, 1e-2])
 def test_k3_keeps_its_digits_in_float32(gap):
     # exp(D) - D - 1 in float32 is off by 100% at 1e-4. expm1(D) - D still subtracts two numbers near D: what is left
     # is the rounding of expm1, half an ulp of D, about 6e-8 * D against D^2 / 2.
@@ -44,7 +45,7 @@ GAPS = torch.tensor([0.2, -0.4, 0.1, 0.3], dtype=torch.float64)
 SEQUENCE = torch.tensor([0, 1, 0, 0])
 
 
-@pytest.mark.parametrize(
+@each(
     ("kl", "logs"),
     [
         (KL(correction="token_ratio"), [0.2, -0.4, 0.1, 0.3]),
@@ -88,7 +89,7 @@ def test_a_weight_multiplies_the_multiplier():
         assert torch.equal(kl_multiplier(GAPS, ref, direction=direction, weight_N=weight), weight * plain)
 
 
-@pytest.mark.parametrize("gap", [-1e4, -30.0, -18.0, 18.0, 30.0, 1e4])
+@each("gap", [-1e4, -30.0, -18.0, 18.0, 30.0, 1e4])
 def test_no_clamp_takes_the_gradient_away(gap):
     logps, ref = torch.zeros(1, dtype=torch.float64), torch.tensor([gap], dtype=torch.float64)
     held = math.copysign(min(abs(gap), 20.0), gap)

@@ -7,6 +7,7 @@ import torch
 
 from cohort.objective import PRESETS, Cause, coefficients, mismatch_weights, token_weights
 from cohort.presets.parts import MismatchWeight, OffPolicyMask, Veto
+from tests.conftest import each
 from tests.objective.batches import doubles
 
 RHO = (4.0, 0.25, 1.0, 8.0, 0.5)
@@ -24,7 +25,7 @@ def weigh(*rules, rho=RHO, gap=None, advantages=None, sequence=SEQUENCE):
     return mismatch_weights(rules, sampler + doubles(*rho).log(), sampler, logps, a_N, sequence)
 
 
-@pytest.mark.parametrize(
+@each(
     ("level", "mode", "low", "high", "weights"),
     [
         ("token", "truncate", 0.0, 2.0, [2.0, 0.25, 1.0, 2.0, 0.5]),
@@ -50,7 +51,7 @@ def test_weights_by_hand(level, mode, low, high, weights):
     assert not got.off_policy_N.any()
 
 
-@pytest.mark.parametrize(
+@each(
     ("level", "low", "kept"),
     [
         ("sequence", 0.45, [True] * 5),
@@ -79,7 +80,7 @@ def test_a_veto_drops_the_whole_sequence():
     assert weigh(Veto(low=0.3, high=10.0)).dropped_N.tolist() == [False, True, False, True, False]
 
 
-@pytest.mark.parametrize(
+@each(
     ("advantages", "threshold", "silenced"),
     [
         # Mean gaps: sequence 0 has (0.9 + 0.0 + 0.6) / 3 = 0.5, sequence 1 has (-1 + 0.2) / 2 = -0.4.

@@ -7,6 +7,7 @@ import torch
 
 from cohort.objective import importance_ratio
 from cohort.objective.ratio import exp_clamped, leveled_log_ratio
+from tests.conftest import each
 
 GAPS = torch.tensor([0.2, 1.0, 0.4, -0.3, 0.6], dtype=torch.float64)
 SEQUENCE = torch.tensor([0, 1, 0, 1, 0])
@@ -19,7 +20,7 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each("level", LEVELS)
 def test_levels_by_hand(level):
     got = leveled_log_ratio(GAPS, level, SEQUENCE)
     torch.testing.assert_close(got, torch.tensor(LEVELS[level], dtype=torch.float64), rtol=1e-14, atol=1e-15)

@@ -10,6 +10,7 @@ from cohort.objective import PRESETS, Cause, coefficients, ppo_clip_multiplier, 
 from cohort.objective.trust import bernoulli_kl, ppo_clip_sides
 from cohort.objective.user_function import loaded
 from cohort.presets import trust_regions as rules
+from tests.conftest import each
 from tests.objective.batches import doubles
 
 LOW, HIGH, DUAL = 0.8, 1.28, 3.0
@@ -43,7 +44,7 @@ REGIONS = [
 ]
 
 
-@pytest.mark.parametrize(("advantage", "ratio", "phi", "phi_dual", "side", "side_dual"), REGIONS)
+@each(("advantage", "ratio", "phi", "phi_dual", "side", "side_dual"), REGIONS)
 def test_region_table_of_the_clip(advantage, ratio, phi, phi_dual, side, side_dual):
     for dual, expected, expected_side in ((None, phi, side), (DUAL, phi_dual, side_dual)):
         got = apply(rules.PPOClip(low=LOW, high=HIGH, dual=dual), [ratio], [advantage])
@@ -119,7 +120,7 @@ def test_cispo_keeps_its_gradient_where_ppo_has_none():
     assert got.side_N.tolist() == [1, -1, 0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("ratio", "advantage", "tau"),
     [(0.05, 2.0, 0.7), (1.0, 2.0, 0.7), (0.5, -2.0, 1.3), (1.7, -2.0, 1.3), (6.0, 2.0, 0.7)],
 )
@@ -158,7 +159,7 @@ def probabilities(rule, p, anchor, advantage):
     return trust_region(rule, log_ratio, doubles(advantage), logps)
 
 
-@pytest.mark.parametrize(
+@each(
     ("p", "anchor", "advantage", "kept", "side"),
     [
         (0.6, 0.4, 1.0, False, 1),
@@ -176,7 +177,7 @@ def test_the_tv_mask_silences_what_moved_too_far_the_way_it_is_pushed(p, anchor,
     assert got.side_N.item() == side
 
 
-@pytest.mark.parametrize(
+@each(
     ("p", "anchor", "advantage", "kept", "side"),
     [
         (0.9, 0.5, 1.0, False, 1),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cohort.objective import entropy, segment_mean, segment_sum, top_entropy_tokens, vocabulary_kl
 from cohort.objective.segments import prefix_sums, suffix_sums
+from tests.conftest import each
 from tests.objective.batches import doubles
 
 INF = math.inf
@@ -53,8 +54,8 @@ def test_the_top_k_with_a_bucket_by_hand():
     assert vocabulary_kl(p.log()[None], q.log()[None], "forward", top_k=1).item() == pytest.approx(forward, rel=1e-14)
 
 
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
-@pytest.mark.parametrize(
+@each("direction", ["reverse", "forward"])
+@each(
     ("logits", "ref", "top_k"),
     [
         ([0.3, 0.5, 1.2, -INF], [1.0, -1.0, 0.2, -INF], None),
@@ -78,16 +79,14 @@ def test_an_unknown_direction():
 # Tokens of high entropy ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("share", "kept"), [(0.2, 1), (0.21, 2), (0.4, 2), (0.6, 3), (0.61, 4), (0.8, 4), (1.0, 5), (1e-9, 1)]
-)
+@each(("share", "kept"), [(0.2, 1), (0.21, 2), (0.4, 2), (0.6, 3), (0.61, 4), (0.8, 4), (1.0, 5), (1e-9, 1)])
 def test_the_share_of_highest_entropy(share, kept):
     values = doubles(0.1, 2.0, 0.5, 1.0, 0.2)
     expected = values >= values.sort(descending=True).values[kept - 1]
     assert torch.equal(top_entropy_tokens(values, share), expected)
 
 
-@pytest.mark.parametrize(("share", "count", "kept"), [(0.2, 15, 3), (0.1, 30, 3), (0.7, 10, 7), (0.55, 100, 55)])
+@each(("share", "count", "kept"), [(0.2, 15, 3), (0.1, 30, 3), (0.7, 10, 7), (0.55, 100, 55)])
 def test_a_share_that_is_whole_but_for_a_rounding_is_whole(share, count, kept):
     # 0.2 * 15 is 3.0000000000000004 in binary; rounded up it would be 4.
     assert int(top_entropy_tokens(torch.arange(count).double(), share).sum()) == kept

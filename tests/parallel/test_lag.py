@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cohort.errors import RewardError
-from cohort.runs import load_rollout
+from cohort.runs.rollouts import load_rollout
 from tests.parallel.launching import on_ranks
 from tests.parallel.runs import precise
 from tests.parallel.test_runs import drawn, same_metrics

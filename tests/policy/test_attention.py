@@ -7,7 +7,7 @@ import torch
 
 from cohort.policy.attention import explicit_attention, packed_attention
 from cohort.policy.layout import Layout
-from tests.conftest import telling
+from tests.conftest import each, telling
 
 CPU = torch.device("cpu")
 LAYOUTS = {  # lengths, prefix of each, lengths of the prefixes
@@ -96,7 +96,7 @@ def test_outputs_and_gradients(layout, window):
     assert_same(tensors, LAYOUTS[layout], 1e-13, scaling=0.4, window=window)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_the_explicit_formula(layout):
     """Without settings, and with a cap and a window, for which the fused kernels are not used."""
     tensors = made(LAYOUTS[layout][0], LAYOUTS[layout][2])
@@ -104,8 +104,8 @@ def test_the_explicit_formula(layout):
     assert_same(tensors, LAYOUTS[layout], 1e-13, scaling=0.4, window=4, cap=2.0)
 
 
-@pytest.mark.parametrize(("native", "tolerance"), [(False, 1e-13), (True, 1e-5)])
-@pytest.mark.parametrize("window", [None, 4])
+@each(("native", "tolerance"), [(False, 1e-13), (True, 1e-5)])
+@each("window", [None, 4])
 def test_sinks_and_values_of_another_width(native, tolerance, window):
     """Beside the formula: float64 by torch's kernels, float32 by the native one."""
     lengths, prefixes, prefix_lengths = LAYOUTS["several after each prefix"]

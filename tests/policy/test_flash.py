@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cohort.policy import flash
-from tests.conftest import telling, tiny_llama
+from tests.conftest import each, telling, tiny_llama
 from tests.cuda_on_cpu import cuda_on_cpu
 from tests.policy.plain import WINDOW, assert_plain, policy_of
 from tests.policy.test_attention import LAYOUTS, WINDOWED, assert_same, made
@@ -75,7 +75,7 @@ def test_a_run_in_bfloat16(demo_tokenizer, tmp_path):
     assert metrics[1]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "width", "taken"),
     [(torch.bfloat16, 64, True), (torch.float16, 256, True), (torch.float32, 64, False), (torch.bfloat16, 12, False),
      (torch.bfloat16, 264, False)],

@@ -10,6 +10,7 @@ from torch import nn
 from cohort.native import Unavailable, load
 from cohort.policy import CompletionStates, Head, head
 from cohort.policy.fused import Fused
+from tests.conftest import each
 from tests.policy.plain import distribution_of, random_supports, threads
 
 try:
@@ -95,7 +96,7 @@ PAIRS = [(FLOAT, FLOAT), (HALF, HALF), (FLOAT, HALF), (HALF, FLOAT)]  # dtypes o
 SHAPED = [*zip(SHAPES, itertools.cycle(PAIRS), strict=False), *((MANY, pair) for pair in PAIRS)]
 
 
-@pytest.mark.parametrize(("shape", "dtypes"), SHAPED, ids=str)
+@each(("shape", "dtypes"), SHAPED, ids=str)
 def test_norms(shape, dtypes):
     dtype, narrow = dtypes
     (out,) = assert_same(norm, narrow, leaves(randn(*shape, dtype=dtype), randn(shape[-1], seed=1)))
@@ -164,7 +165,7 @@ def rotation(cos, sin, neighbours=False):
 ROTATED = [(1, 1, 2), (1, 3, 6), (5, 2, 24), (4, 3, 64), (3, 1, 74), (500, 3, 30)]
 
 
-@pytest.mark.parametrize(("shape", "dtypes"), [*zip(ROTATED, itertools.cycle(PAIRS), strict=False)], ids=str)
+@each(("shape", "dtypes"), [*zip(ROTATED, itertools.cycle(PAIRS), strict=False)], ids=str)
 def test_rotation(shape, dtypes):
     dtype, narrow = dtypes
     inputs = leaves(randn(*shape, dtype=dtype))
@@ -322,7 +323,7 @@ def test_tokens_that_cannot_occur(compute):
     assert (grads[1][[20, 36]] == 0).all()
 
 
-@pytest.mark.parametrize("settings", [{"cap": 1.5}, {"penalty": 1.4}, {"supports": True}, {"linear": None}], ids=str)
+@each("settings", [{"cap": 1.5}, {"penalty": 1.4}, {"supports": True}, {"linear": None}], ids=str)
 def test_caps_penalties_and_supports_are_computed_by_torch(settings):
     prompts, completions = [(5, 9, 20), (7,), (3, 3), (2, 3)], [(4, 6, 1), (8, 8, 7, 8, 8, 1), (1,), (12, 13)]
     supports = random_supports(completions, 23, whole=2)[1] if settings.get("supports") else ()
@@ -343,7 +344,7 @@ def test_caps_penalties_and_supports_are_computed_by_torch(settings):
 # Errors
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         lambda by: by.add_norm(randn(4, 8).bfloat16(), randn(4, 8), randn(8), 1e-6),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cohort.native import Unavailable, load
 from cohort.policy.attention import explicit_attention, packed_attention
 from cohort.policy.layout import Layout
+from tests.conftest import each
 from tests.policy.plain import threads
 from tests.policy.test_attention import LAYOUTS as PLAIN_LAYOUTS
 
@@ -113,8 +114,8 @@ def assert_same(tensors, layout, count=None, sums=SUMS, **ways):
     return found
 
 
-@pytest.mark.parametrize(("window", "dtype"), [(None, FLOAT), (1, HALF), (4, FLOAT), (12, HALF)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each(("window", "dtype"), [(None, FLOAT), (1, HALF), (4, FLOAT), (12, HALF)])
+@each("layout", LAYOUTS)
 def test_outputs_and_gradients(layout, window, dtype):
     """Windows shorter than the sequence and than the prefix, and that end inside either."""
     assert_same(made(LAYOUTS[layout], dtype=dtype), LAYOUTS[layout], window=window)
@@ -259,7 +260,7 @@ def test_any_pack(layout, kv_heads, group, width, window, dtypes, count, filler)
     assert_same(tensors, layout, min(count, items * kv_heads), scaling=width**-0.5, window=window)
 
 
-@pytest.mark.parametrize("wrong", ["no prefix", "a short prefix", "narrow values", "short keys", "odd heads"])
+@each("wrong", ["no prefix", "a short prefix", "narrow values", "short keys", "odd heads"])
 def test_shapes_that_do_not_fit_are_refused(wrong):
     """C would read out of bounds."""
     layout = LAYOUTS["several after each prefix"]

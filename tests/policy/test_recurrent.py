@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from cohort.native import Unavailable, load
 from cohort.policy.chunks import Chunks, Tails
 from cohort.policy.layout import Layout
 from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE, delta_rule, state_space, steps_of, unit
@@ -99,6 +100,24 @@ def test_strong_decays_keep_the_precision_of_float32(name):
     out, _ = function(*(value.float() for value in values), Chunks((0, 64), CPU), state)
     assert out.dtype == torch.float32
     assert float((out - exact).norm() / exact.norm()) < 1e-6  # with sums in float32: 3e-6 and 5e-6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_native_kernels_equal_torch(name):
+    try:
+        load()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    function, _, inputs, shape, _ = CASES[name]
+    values = [value.detach().float().requires_grad_() for value in inputs(sum(LENGTHS))]
+    state = torch.randn(len(LENGTHS), HEADS, *shape, requires_grad=True)
+    found = []
+    for native in (True, False):
+        out, after = function(*values, Chunks(starts(LENGTHS), CPU), state, native=native)
+        generator = torch.Generator().manual_seed(1)
+        total = sum((torch.randn(part.shape, generator=generator) * part).sum() for part in (out, after))
+        found.append((out, after, *torch.autograd.grad(total, [*values, state])))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)  # float32 sums over chunks of 64
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,6 +7,7 @@ import pytest
 from cohort.errors import ConfigError
 from cohort.presets import PRESETS, TABLE, Objective, describe, nested, parts, preset, setting_names, table
 from cohort.presets import trust_regions as rules
+from tests.conftest import each
 
 DEFAULT = PRESETS["default"]
 
@@ -18,7 +19,7 @@ def test_every_preset_is_found_by_name_and_by_version():
         assert preset(name) is preset(row.identity) is row
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "message"),
     [
         ("gpro", "unknown preset 'gpro'; did you mean .*grpo"),
@@ -54,7 +55,7 @@ def test_setting_names_are_the_parts_and_the_shorthands():
 # Words, numbers and tables ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "given", "part"),
     [
         ("scale", "none", None),
@@ -135,7 +136,7 @@ def test_beta_is_the_kls_weight_and_changes_nothing_else():
     assert both.kl == parts.KL(beta=0.1, direction="forward", correction="token_ratio", target=0.02)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "low", "high"),
     [
         ({"epsilon": 0.1}, 0.9, 1.1),
@@ -162,8 +163,8 @@ def test_epsilon_beside_a_dual_bound_and_an_uneven_clip():
         PRESETS["dapo"].replace(epsilon=0.1)
 
 
-@pytest.mark.parametrize("name", ["cispo", "dppo_tv"])
-@pytest.mark.parametrize("setting", ["epsilon", "epsilon_high"])
+@each("name", ["cispo", "dppo_tv"])
+@each("setting", ["epsilon", "epsilon_high"])
 def test_epsilon_is_never_reinterpreted_by_another_rule(name, setting):
     with pytest.raises(ConfigError, match="bounds of the PPO clip, and this objective has trust_region"):
         PRESETS[name].replace(**{setting: 0.2})
@@ -267,7 +268,7 @@ RANGES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "others", "numbers", "expected"), RANGES)
+@each(("name", "others", "numbers", "expected"), RANGES)
 def test_a_number_out_of_its_range(name, others, numbers, expected):
     for number in numbers:
         if name.startswith("mismatch"):
@@ -391,7 +392,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda value: None)
+@each(("settings", "message"), REFUSED, ids=lambda value: None)
 def test_a_setting_that_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         DEFAULT.replace(**settings)
@@ -426,7 +427,7 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.parametrize("settings", ALLOWED, ids=lambda value: None)
+@each("settings", ALLOWED, ids=lambda value: None)
 def test_their_neighbours_are_allowed(settings):
     changed = DEFAULT.replace(**settings)
     assert changed != DEFAULT
@@ -436,7 +437,7 @@ def test_their_neighbours_are_allowed(settings):
 # What an objective says of itself -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("objective", "expected"),
     [
         (DEFAULT, {"needs_old_logps": False, "token_advantages": False, "group_relative": True}),
@@ -473,7 +474,7 @@ def test_what_a_moved_kl_implies_need_not_be_said():
     assert DEFAULT.replace(kl={"estimator": "full"}).kl == parts.KL(estimator="full")
 
 
-@pytest.mark.parametrize("field", ["aggregation", "credit", "truncated", "ratio_anchor", "ratio_level", "baseline"])
+@each("field", ["aggregation", "credit", "truncated", "ratio_anchor", "ratio_level", "baseline"])
 def test_a_word_that_does_not_exist_is_refused_when_made(field):
     with pytest.raises(ConfigError, match=f"{field}: expected one of"):
         Objective(**{field: "foo"})

@@ -4,11 +4,10 @@ import hashlib
 import json
 import math
 
-import pytest
-
 from cohort.presets import PRESETS, TABLE, describe, parts
 from cohort.presets import trust_regions as rules
 from cohort.presets.objective import ABOUT
+from tests.conftest import each
 
 FINGERPRINTS = {
     "default@1": "c26ac54fd187",
@@ -89,7 +88,7 @@ def test_presets_that_are_another_one_with_one_update_carry_several():
     assert all(8 % row.minibatches == 0 for row in TABLE)  # rollout.prompts_per_step is 8 by default
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.identity)
+@each("row", TABLE, ids=lambda row: row.identity)
 def test_a_description_has_the_numbers(row):
     text = describe(row)
     rule, parts = row.trust_region, (row.scale, row.group_filter, row.soft_overlong, row.sign_weights, *row.mismatch)
@@ -152,7 +151,7 @@ OTHER_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "text"), OTHER_TEXTS, ids=lambda value: None)
+@each(("settings", "text"), OTHER_TEXTS, ids=lambda value: None)
 def test_a_description_of_other_parts(settings, text):
     assert text in describe(PRESETS["default"].replace(**settings))
 
@@ -166,7 +165,7 @@ def test_a_description_says_what_was_changed():
     assert last.split(maxsplit=1) == ["source", "DAPO, arXiv 2503.14476; CISPO (arXiv 2506.13585)"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("part", "numbers"),
     [
         (rules.FIPO(), (0.8, 1.2, None, 32.0, 1.0, 1.2, 4.0)),

@@ -9,6 +9,7 @@ import pytest
 from cohort import shipped
 from cohort.errors import ConfigError
 from cohort.plugins import load_function
+from tests.conftest import each
 
 FOLDER = shipped.folder("examples") / "extraction"
 SCHEMA = json.loads((FOLDER / "schema.json").read_text())
@@ -52,7 +53,7 @@ def test_without_the_grammar_the_model_has_to_find_the_form(run_recipe, tiny_cha
 RIGHT = {"customer": "Ann Lee", "quantity": 12, "express": True}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "share"),
     [
         (json.dumps(RIGHT), 1.0),

@@ -14,6 +14,7 @@ import pytest
 from cohort import shipped
 from cohort.errors import RewardError
 from cohort.plugins import load_function
+from tests.conftest import each
 
 REWARDS = shipped.folder("examples") / "judge" / "rewards.py"
 RATING = {"a": 9, "b": 2, "c": 5}
@@ -133,7 +134,7 @@ def test_a_judge_that_cannot_be_used_ends_the_run_before_sampling(
         run_recipe("judge", *data, "--rollout.prompts_per_step", "2", "--model.path", tiny_chat_model)
 
 
-@pytest.mark.parametrize(
+@each(
     "reply",
     [
         "VERDICT 1f: nan", "VERDICT 1f: 11", "VERDICT 1f: -3", "VERDICT 1f: 7.5", "VERDICT 1f: 7/10", "VERDICT 1f: ٣",

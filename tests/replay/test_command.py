@@ -212,6 +212,9 @@ def test_a_folder_that_is_no_run(tmp_path):
     with pytest.raises(RunFolderError, match="is not a run folder"):
         replay(tmp_path, Request(""))
     (tmp_path / "config.toml").write_text(to_toml(GRPOConfig()))
+    with pytest.raises(RunFolderError, match="no run was started here"):
+        replay(tmp_path, Request(""))
+    (tmp_path / "starts.jsonl").touch()
     with pytest.raises(RunFolderError, match="has no rollouts"):
         replay(tmp_path, Request(""))
 

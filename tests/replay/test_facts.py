@@ -10,6 +10,7 @@ from cohort.errors import RunFolderError
 from cohort.replay.facts import Facts
 from cohort.replay.stored import read_step
 from cohort.runs.tables import write_table
+from tests.conftest import each
 from tests.replay.steps import CONFIG, made_up_step
 from tests.replay.test_coefficients import TWO
 
@@ -31,7 +32,7 @@ def test_what_a_step_says():
     assert Facts.of({}) == Facts(False, 0, None, None, 0, True, None, None, {})
 
 
-@pytest.mark.parametrize(
+@each(
     "facts",
     [
         {"groups": "abc"},

@@ -7,8 +7,7 @@ import torch
 from cohort.errors import RunFolderError
 from cohort.replay.stored import read_step
 from cohort.rewards.scores import Scores
-from cohort.runs import completion_columns, score_columns
-from cohort.runs.tables import with_facts, write_table
+from cohort.runs.tables import completion_columns, score_columns, with_facts, write_table
 from cohort.train import lay_out
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 from tests.replay.steps import CONFIG

@@ -12,6 +12,7 @@ from cohort.report.labels import words_for
 from cohort.report.plot import Look, describe, figure, save
 from cohort.report.series import curve
 from cohort.report.smooth import loess
+from tests.conftest import each
 from tests.report.made import history, rewards
 
 
@@ -148,7 +149,7 @@ def test_the_note_says_what_is_drawn():
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "words"),
     [
         ("eval/rewards/math/mean", "evaluation reward of math"),

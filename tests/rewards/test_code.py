@@ -10,17 +10,32 @@ import pytest
 from cohort.errors import DataError, RewardError
 from cohort.rewards import RewardRunner, resolve_reward
 from cohort.rewards.code import code, extract_program, parse_tests, same_output
+from tests.conftest import each
 from tests.rewards.conftest import rollout
 from tests.sandbox.needs import needs_bwrap
 
 
 def score(program: str, tests, **arguments):
     """The reward, and what it logged. The time limits are for a busy machine."""
-    logged: dict = {}
-    arguments = {"timeout": 90.0, "test_timeout": 30.0} | arguments
-    completion = f"Thinking.\n```python\n{program}\n```\nDone."
-    value = asyncio.run(code(completion, tests, log_extra=logged.__setitem__, **arguments))
-    return value, logged["passed"], logged["failure"]
+    return scores([(program, tests, arguments)])[0]
+
+
+def scores(calls, at_once=3):
+    """``score`` for each ``(program, tests, arguments)``, several at a time: a program mostly waits to be started."""
+
+    async def one(free, program, tests, arguments):
+        logged: dict = {}
+        completion = f"Thinking.\n```python\n{program}\n```\nDone."
+        limits = {"timeout": 90.0, "test_timeout": 30.0}
+        async with free:
+            value = await code(completion, tests, log_extra=logged.__setitem__, **limits | arguments)
+        return value, logged["passed"], logged["failure"]
+
+    async def every():
+        free = asyncio.Semaphore(at_once)
+        return await asyncio.gather(*(one(free, *call) for call in calls))
+
+    return asyncio.run(every())
 
 
 # -- right and wrong programs -------------------------------------------------------------------------------------------
@@ -153,13 +168,14 @@ FUNCTIONS = {  # a right program, a change that makes it wrong, and tests
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name):
-    right, change, tests = FUNCTIONS[name]
-    wrong = right.replace(*change)
-    assert wrong != right
-    assert score(right, tests) == (1.0, f"{len(tests)}/{len(tests)}", "")
-    assert score(wrong, "\n".join(tests))[0] == 0.0
+def test_functions():
+    wrong = {name: right.replace(*change) for name, (right, change, _) in FUNCTIONS.items()}
+    found = scores([(right, tests, {}) for right, _, tests in FUNCTIONS.values()])
+    failed = scores([(wrong[name], "\n".join(tests), {}) for name, (_, _, tests) in FUNCTIONS.items()])
+    for (name, (right, _, tests)), passed, (value, *_) in zip(FUNCTIONS.items(), found, failed, strict=True):
+        assert wrong[name] != right, name
+        assert passed == (1.0, f"{len(tests)}/{len(tests)}", ""), name
+        assert value == 0.0, name
 
 
 STACK = "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\ndef f(n): return n and 1 + f(n - 1)\n"
@@ -279,11 +295,11 @@ FORMS = {
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", FORMS)
-def test_forms_of_tests(name):
-    entry = {"entry_point": "f"} if "check(candidate)" in FORMS[name] else {}
-    assert score("def f(x): return x + 1", FORMS[name], **entry)[0] == 1.0
-    assert score("def f(x): return 0", FORMS[name], **entry)[0] == 0.0
+def test_forms_of_tests():
+    for program, expected in (("def f(x): return x + 1", 1.0), ("def f(x): return 0", 0.0)):
+        entries = [{"entry_point": "f"} if "check(candidate)" in form else {} for form in FORMS.values()]
+        found = scores([(program, form, entry) for form, entry in zip(FORMS.values(), entries, strict=True)])
+        assert dict(zip(FORMS, (value for value, *_ in found), strict=True)) == dict.fromkeys(FORMS, expected)
 
 
 # -- programs that try to cheat -----------------------------------------------------------------------------------------
@@ -363,11 +379,14 @@ ASSERTS = [
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", HACKS)
-def test_hacks(name):
-    limits = {"test_timeout": 2.0, "timeout": 10.0} if name in ("answers slowly", "patches the wire") else {}
-    value, _, why = score(HACKS[name], ASSERTS, partial=True, **limits)
-    assert (value, bool(why)) == (0.0, True), why
+def test_hacks():
+    short = {"test_timeout": 0.5, "timeout": 2.0}
+    limits = [short if name in ("answers slowly", "patches the wire") else {} for name in HACKS]
+    calls = [
+        (program, ASSERTS, {"partial": True, **some}) for program, some in zip(HACKS.values(), limits, strict=True)
+    ]
+    for name, (value, _, why) in zip(HACKS, scores(calls), strict=True):
+        assert (value, bool(why)) == (0.0, True), (name, why)
 
 
 def test_reading_memory_would_find_a_test_there():
@@ -451,7 +470,7 @@ def test_limits_reach_the_program():
 # -- rows without usable tests ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("tests", "message"),
     [
         (None, "must be assert statements, a test program, or inputs with outputs; got None"),
@@ -503,7 +522,7 @@ def test_without_a_sandbox_the_reward_refuses(monkeypatch, tmp_path):
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "program"),
     [
         ("```python\na\n```\n```python\nb\n```", "b\n"),

@@ -16,6 +16,7 @@ from cohort.rewards import RewardRunner, TrainerState, environment_reward
 from cohort.rewards.contract import call_arguments, call_options
 from cohort.rewards.functions import unique_names
 from cohort.types import Episode, FinishReason, Group, Turn
+from tests.conftest import each
 from tests.rewards.conftest import completion, prompt, rollout
 
 CHAT = [{"role": "user", "content": "2?"}]
@@ -247,7 +248,7 @@ def broken(**_):
     raise KeyError("gold")
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "message"),
     [
         (needs_more, "needs_more needs the argument 'ground_truth'; it can have: prompt, n, prompts"),

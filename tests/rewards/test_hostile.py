@@ -19,6 +19,7 @@ from cohort.errors import CohortError, RewardError
 from cohort.plugins import load_function
 from cohort.rewards import resolve_reward
 from cohort.types import Episode, Group, Turn
+from tests.conftest import each
 from tests.rewards.conftest import completion, prompt, rollout
 
 
@@ -211,7 +212,7 @@ ODD_NAMES += [
 ]
 
 
-@pytest.mark.parametrize("spec", ODD_NAMES, ids=range(len(ODD_NAMES)))
+@each("spec", ODD_NAMES, ids=range(len(ODD_NAMES)))
 def test_odd_names_are_refused(spec):
     with pytest.raises(RewardError) as raised:
         resolve_reward(spec)

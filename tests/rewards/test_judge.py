@@ -6,7 +6,7 @@ import pytest
 
 from cohort.errors import DataError
 from cohort.rewards.code import code, parse_tests
-from tests.rewards.test_code import score
+from tests.rewards.test_code import score, scores
 from tests.sandbox.needs import needs_bwrap
 
 CATCHES = "try:\n    f(-1)\n    assert False\nexcept {}:\n    pass"
@@ -61,10 +61,10 @@ FORGED = {  # a program that is wrong, and tests each of which it passed
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", FORGED)
-def test_a_forged_result_fails(name):
-    program, tests = FORGED[name]
-    assert score(program, tests, partial=True)[:2] == (0.0, f"0/{len(tests)}")
+def test_a_forged_result_fails():
+    found = scores([(program, tests, {"partial": True}) for program, tests in FORGED.values()])
+    for (name, (_, tests)), (value, passed, _) in zip(FORGED.items(), found, strict=True):
+        assert (value, passed) == (0.0, f"0/{len(tests)}"), name
 
 
 RIGHT = {  # what the same tests are for
@@ -123,10 +123,9 @@ RIGHT = {  # what the same tests are for
 
 
 @needs_bwrap
-@pytest.mark.parametrize("name", RIGHT)
-def test_the_right_program_passes(name):
-    program, tests = RIGHT[name]
-    assert score(program, tests)[::2] == (1.0, "")
+def test_the_right_program_passes():
+    found = scores([(*right, {}) for right in RIGHT.values()])
+    assert dict(zip(RIGHT, (one[::2] for one in found), strict=True)) == dict.fromkeys(RIGHT, (1.0, ""))
 
 
 RAISES = "def f(x): raise ImportError('no', name='pytest')"

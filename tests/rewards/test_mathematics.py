@@ -15,7 +15,7 @@ from cohort.rewards import resolve_reward, reward
 from cohort.rewards.answers import final_answer
 from cohort.rewards.mathematics import final_number, gsm8k, math, read_gold, reasoning_answer
 from cohort.rewards.values import number_of
-from tests.conftest import GSM8K
+from tests.conftest import GSM8K, each
 from tests.rewards.conftest import rollout
 
 BOXES = [
@@ -145,7 +145,7 @@ UNEQUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("topic", "expected"), [(topic, 1.0) for topic in EQUAL] + [(topic, 0.0) for topic in UNEQUAL])
+@each(("topic", "expected"), [(topic, 1.0) for topic in EQUAL] + [(topic, 0.0) for topic in UNEQUAL])
 def test_equal_and_unequal_answers(topic, expected):
     pairs = (EQUAL if expected else UNEQUAL)[topic]
     assert [(gold, text) for gold, text in pairs if math(rf"so \boxed{{{text}}}", gold) != expected] == []

@@ -8,6 +8,7 @@ import torch
 from cohort.errors import ModelError, RewardError
 from cohort.rewards import resolve_reward
 from cohort.rewards.model import RewardModel
+from tests.conftest import each
 from tests.rewards.conftest import rollout
 
 TEXTS = [("1+2=", "3"), ("10+20=", "31"), ("7+7=", "14 "), ("1+2=", "99999")]
@@ -39,7 +40,7 @@ def one_by_one(model, tokenizer, texts, **tokens):
         return [model(input_ids=row).logits[0, 0].item() for row in ids]
 
 
-@pytest.mark.parametrize(("batch_tokens", "pads"), [(1, True), (20, True), (8192, True), (8192, False)])
+@each(("batch_tokens", "pads"), [(1, True), (20, True), (8192, True), (8192, False)])
 def test_a_padded_batch_equals_one_text_at_a_time(demo_tokenizer, batch_tokens, pads):
     model = classifier(demo_tokenizer, **({} if pads else {"pad_token_id": None}))
     judge = RewardModel(model, demo_tokenizer, batch_tokens=batch_tokens)

@@ -13,6 +13,7 @@ from cohort.rewards import BUILTIN_REWARDS, resolve_reward
 from cohort.rewards.contract import call_options
 from cohort.rewards.mathematics import gsm8k
 from cohort.rewards.names import columns_of, settings_of, split_spec
+from tests.conftest import each
 from tests.rewards.conftest import rollout
 
 REQUIRED = {
@@ -38,7 +39,7 @@ def test_functions_by_name(tmp_path, monkeypatch):
         resolve_reward(f"{tmp_path}/bad_reward.py:f")
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "parts"),
     [
         ("math", ("math", {})),
@@ -56,7 +57,7 @@ def test_a_spec_is_a_name_and_values(spec, parts):
     assert split_spec(spec) == parts
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "message"),
     [
         ("maths", "unknown reward 'maths': built in are math, reasoning_answer, gsm8k, .*; did you mean math"),

@@ -6,6 +6,7 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import RolloutConfig
 from cohort.errors import ConfigError
 from cohort.rollout import Capabilities, LocalEngine, check_capabilities, required_capabilities, setup
+from tests.conftest import each
 
 
 class Plain:
@@ -29,7 +30,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@each("name", NEEDS)
 def test_each_setting_needs_its_capability(name):
     settings, expected = NEEDS[name]
     config = GRPOConfig(rollout=RolloutConfig(**settings))

@@ -19,7 +19,7 @@ from tests.rollout.test_local_engine import LetterTokenizer, prompts
 PROMPTS = prompts((5, 9, 20), (7,), (30, 31, 32, 33, 34, 35, 36))
 KEY = RNGKey(0, 3)
 GIVEN = [1, 9, 14, 1, 6]  # with end tokens, which end nothing here
-FAMILIES = {"refill": "gpt2", "static": "starcoder2", "equal lengths": "lfm2", "recompute": "gpt2"}
+FAMILIES = {"refill": "gpt2", "static": "starcoder2", "equal lengths": "lfm2_moe", "recompute": "gpt2"}
 BACKENDS = ["lean", "native", "windows", "bfloat16", *FAMILIES]
 
 

@@ -17,7 +17,7 @@ from cohort.rollout.generic import RecomputeBackend, StaticBackend
 from cohort.rollout.grammar import _byte_letters
 from cohort.rollout.lean import LeanBackend
 from cohort.types import FinishReason, Prompt
-from tests.conftest import telling, tiny_llama
+from tests.conftest import each, telling, tiny_llama
 from tests.rollout import test_generic, test_lean
 from tests.rollout.conftest import cover, drawn_ids
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
@@ -32,7 +32,7 @@ SOME_WAYS = telling(WAYS, "lean", "refilled")
 @functools.cache
 def of_way(way, dtype=torch.float32):
     """A small policy that is sampled in each way. No test changes its weights."""
-    family = {"refilled": "gpt2", "static": "starcoder2", "equal lengths": "lfm2", "no cache": "gpt2"}.get(way)
+    family = {"refilled": "gpt2", "static": "starcoder2", "equal lengths": "lfm2_moe", "no cache": "gpt2"}.get(way)
     model = tiny_llama() if way == "lean" else test_generic.made(family)
     policy = Policy(model.to(dtype), Precision(dtype, dtype))
     _WAYS[policy] = way
@@ -343,7 +343,7 @@ def test_memory_follows_the_budget():
     assert cells[0] <= 200
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "word"),
     [
         ({"stop": ("a", "")}, "stop"),

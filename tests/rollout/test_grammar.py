@@ -18,6 +18,7 @@ from cohort.errors import ConfigError, ModelError
 from cohort.rollout import Sampling
 from cohort.rollout import grammar as grammar_module
 from cohort.rollout.grammar import Grammar, special_ids, token_bytes
+from tests.conftest import each
 
 ENDS = (1, 2)
 SPECIAL = ["<pad>", "<end>", "<stop>"]
@@ -305,7 +306,7 @@ def test_json_in_any_tokens_and_spacing_is_allowed(byte_level):
             assert allowed(matcher) == set(ENDS)
 
 
-@pytest.mark.parametrize("schema", [{}, "true", {"type": "object"}, SCHEMAS["person"][0]], ids=str)
+@each("schema", [{}, "true", {"type": "object"}, SCHEMAS["person"][0]], ids=str)
 def test_json_is_spaced_as_python_writes_it(byte_level, schema):
     """With spaces without end, 41% of the completions of an untrained policy were cut before their last bracket."""
     whole, value = grammar(byte_level, schema=schema), {"name": "Zoë", "age": 12, "tags": ["a", "b"]}
@@ -445,7 +446,7 @@ def test_the_demo_tokenizer_writes_numbers(demo_tokenizer):
         assert taken is None or re.fullmatch(r"( write| carry| [0-9])+\n####[0-9]+", demo_tokenizer.decode(taken))
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "reason"),
     [
         ("a(", "unclosed group"),
@@ -464,7 +465,7 @@ def test_a_regex_that_cannot_be_used(pattern, reason):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "reason"),
     [
         ('{"type":', "must be a schema as JSON text"),

@@ -173,12 +173,32 @@ FAMILIES = {
         WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
     "vaultgemma": ("vaultgemma", WIDE | TURNS | {"query_pre_attn_scalar": 7}),
+    # Recurrent layers: short convolutions, the gated delta rule with a gate on attention, Mamba 2 in groups.
+    "lfm2": (
+        "lfm2",
+        COMMON | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        WIDE
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 12},
+    ),
+    "granite4": (
+        "granitemoehybrid",
+        COMMON
+        | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "num_experts_per_tok": 0}
+        | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2}
+        | {"shared_intermediate_size": 48, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    ),
 }
 EXPERTS = {"gpt_oss", "qwen3_moe"}  # in bfloat16, rounding sends some tokens to other experts
 TELLING = telling(
     FAMILIES,
     *("llama", "llama biased, tied, ungrouped, llama3", "mistral window, ratio 4", "qwen3 ratio 3"),
     *("smollm3 window", "gemma2", "gemma3", "cohere2", "glm4", "olmo3", "gpt_oss"),
+    *("lfm2", "qwen3_5", "granite4"),
 )
 PROMPTS = [  # shorter and longer than a window, a pad of 8, a pad of 16
     (7,),
@@ -288,7 +308,8 @@ def test_prefill_and_decode_are_the_models_forward(family, native):
     _, engine = in_float32(family)
     logits = decoded(engine.backend, PROMPTS, OWNERS, continuations())
     assert truth(family).std() > 0.2  # not flat: what is compared says something
-    assert gaps(logits, truth(family)).max() < 1e-5  # float32: sums in another order, 4 layers deep
+    # float32: sums in another order, 4 layers deep. Transformers' delta rule is itself 3e-5 from float64.
+    assert gaps(logits, truth(family)).max() < (1e-4 if family == "qwen3_5" else 1e-5)
 
 
 @pytest.mark.parametrize("family", TELLING)

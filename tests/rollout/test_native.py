@@ -19,7 +19,7 @@ from cohort.rollout.capacity import Capacity
 from cohort.rollout.native import Kernels, SlotCache, Unavailable
 from cohort.rollout.native.kernels import Gated, LayerCall, Residual
 from tests import warm
-from tests.conftest import telling, tiny_llama
+from tests.conftest import each, telling, tiny_llama
 from tests.rollout.conftest import cover
 from tests.rollout.test_local_engine import LetterTokenizer
 
@@ -90,7 +90,7 @@ class Attention:
         q, k, v = qkv.split([kv_heads * group * width, kv_heads * width, kv_heads * width], -1)
         call.q, call.k, call.v, call.out = (part.data_ptr() for part in (q, k, v, out))
         call.q_stride = call.k_stride = call.v_stride = qkv.stride(0)
-        call.out_stride = kv_heads * group * width
+        call.out_stride, call.q_step = kv_heads * group * width, width
         KERNELS.attend(step, call)
         return out
 
@@ -194,8 +194,8 @@ def test_a_text_has_the_bits_of_tokens_that_are_read_one_by_one(group, window, d
         assert torch.equal(after[row], one.step(whole.rows(9)[row : row + 1])[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@each("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@each("bad", [math.nan, math.inf])
 def test_what_is_no_number_stays_in_its_row(bad, dtype):
     spoilt, sound = (Attention(2, 2, 24, dtype, LENGTHS, OWNERS, 20) for _ in range(2))
     for step in range(20):
@@ -277,9 +277,13 @@ def test_activation(shape, gelu, dtype):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """A process that has not asked for the library yet, and an empty folder to keep it in."""
+    """A process that has not asked for the library yet, an empty folder to keep it in, and a source that is compiled at
+    once."""
+    (tmp_path / "source").mkdir()
+    source = tmp_path / "source" / "kernels.c"
+    source.write_text(f"void cohort_set_threads(void) {{}}\nint cohort_lanes(void) {{ return {KERNELS.lanes}; }}\n")
+    monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setenv("COHORT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))  # quickly made, and nothing is computed with it for long
     build._load_once.cache_clear()
     yield tmp_path / "cache"
     build._load_once.cache_clear()

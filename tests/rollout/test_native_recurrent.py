@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cohort.native import Unavailable, load
-from cohort.policy.chunks import Tails
 from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE
-from cohort.rollout.native.recurrent import STEPS, convolve_step
+from cohort.rollout.native.recurrent import STEPS
+from tests.conftest import each
 
 try:
     load()
@@ -25,8 +25,8 @@ def values_of(recurrence, keys, width):
     return (v, steps, -torch.rand(HEADS), q, k), torch.randn(ROWS, HEADS, width, keys)
 
 
-@pytest.mark.parametrize(("keys", "width"), [(8, 64), (37, 70), (5, 3)])
-@pytest.mark.parametrize("recurrence", [DELTA_RULE, STATE_SPACE])
+@each(("keys", "width"), [(8, 64), (37, 70), (5, 3)])
+@each("recurrence", [DELTA_RULE, STATE_SPACE])
 def test_steps(recurrence, keys, width):
     """Vectors of whole registers, with a rest, and shorter than one."""
     values, state = values_of(recurrence, keys, width)
@@ -35,14 +35,6 @@ def test_steps(recurrence, keys, width):
     out = STEPS[recurrence](*values, state)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)  # float32 sums of 37 numbers
     torch.testing.assert_close(state, wanted_state, rtol=1e-5, atol=1e-5)
-
-
-def test_convolutions():
-    torch.manual_seed(0)
-    x, weight, tails = torch.randn(ROWS, 21), torch.randn(21, 4), torch.randn(ROWS, 3, 21)
-    wanted, after = Tails(range(ROWS + 1), 3, torch.device("cpu")).convolve(x, tails.clone(), weight)
-    torch.testing.assert_close(convolve_step(x, weight, tails), wanted)
-    assert torch.equal(tails, after)
 
 
 def test_wrong_shapes_are_refused():

@@ -22,7 +22,7 @@ from cohort.rollout import LocalEngine, RNGKey, RowSettings, Sampling, draw_toke
 from cohort.rollout.sampling import BLOCK, invert, keep_min_p, keep_top_k, keep_top_p, support_of
 from cohort.rollout.trajectory import joined_support
 from cohort.types import FinishReason
-from tests.conftest import telling, tiny_llama
+from tests.conftest import each, telling, tiny_llama
 from tests.policy.test_support import outside
 from tests.rollout.conftest import cover, drawn_ids
 from tests.rollout.test_grammar import words
@@ -188,7 +188,7 @@ def tied_logits(seed, rows=200, vocabulary=53):
     return logits_SV
 
 
-@pytest.mark.parametrize("k", [1, 7, 53, 60])
+@each("k", [1, 7, 53, 60])
 def test_top_k_is_transformers(k):
     logits_SV = tied_logits(k)
     assert torch.equal(keep_top_k(logits_SV, torch.full((200,), k)), processed(TopKLogitsWarper(k), logits_SV))
@@ -374,7 +374,7 @@ BAD_ROWS = {
 }
 
 
-@pytest.mark.parametrize(("name", "vocabulary"), [("plain", 37), ("greedy", 128), ("top-p", 37), ("all", 128)])
+@each(("name", "vocabulary"), [("plain", 37), ("greedy", 128), ("top-p", 37), ("all", 128)])
 def test_a_row_of_no_numbers_is_not_valid_and_harms_no_other(name, vocabulary):
     logits_SV = torch.stack([some_logits(vocabulary, seed, torch.float32) for seed in range(4)])
     seen_SV = torch.arange(vocabulary).expand(4, -1) % 3 == 0

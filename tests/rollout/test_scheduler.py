@@ -13,6 +13,7 @@ from cohort.rollout.scheduler import Draw, Scheduler
 from cohort.rollout.stops import StopStrings
 from cohort.rollout.trajectory import Trajectory
 from cohort.types import FinishReason, Prompt
+from tests.conftest import each
 
 END, VOCABULARY = 1, 30
 PROMPTS = [Prompt(n, n, ids, "", "", {}) for n, ids in enumerate([(5, 9, 20), (7,), (8, 2, 2, 6, 3), (2, 3), (4,)])]
@@ -119,8 +120,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "prompts"), [(1, 1), (4, 1), (4, 3), (100, 100)])
+@each("kind", KINDS)
+@each(("rows", "prompts"), [(1, 1), (4, 1), (4, 3), (100, 100)])
 def test_every_trajectory_is_the_one_that_it_would_be_alone(kind, rows, prompts):
     ends = (END, 3)
     scheduler, runner = scheduler_of(rows, prompts, ends, **KINDS[kind])
@@ -136,7 +137,7 @@ def test_every_trajectory_is_the_one_that_it_would_be_alone(kind, rows, prompts)
         assert runner.busiest == min(rows, 3 * prompts, len(submitted))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_continued_trajectories_read_what_is_given_and_draw_on(kind):
     given = [END, 9, END, 4]  # ends that are given end nothing
     sampling = Sampling(30, max_turn_length=5)
@@ -258,7 +259,7 @@ def test_forced_tokens_are_given():
         assert len(trajectory.logps) == 4
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "rewrite", "words"),
     [
         ([VOCABULARY], False, "from 30 to 30 given; the model has 30 tokens"),

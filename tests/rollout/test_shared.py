@@ -19,7 +19,7 @@ FLOAT32, MIXED = Precision(torch.float32, torch.float32), Precision(torch.float3
 
 def test_states_count_against_the_memory():
     """A delta rule of 4 x 8 x 8 numbers and tails of 3 x (16 + 16 + 32), one attention layer of 2 x 2 x 8, float32."""
-    backend = LocalEngine(Policy(small_model("qwen3_5_text"), FLOAT32), LetterTokenizer(), (1,)).backend
+    backend = LocalEngine(Policy(small_model("qwen3_next"), FLOAT32), LetterTokenizer(), (1,)).backend
     assert isinstance(backend, SharedBackend)
     assert backend.token_bytes == 4 * 32
     assert backend.row_bytes == 4 * (256 + 192)
@@ -43,7 +43,7 @@ def test_states_without_keys_and_values_count_against_the_free_memory(monkeypatc
 
 def test_weights_are_cast_once_and_given_back():
     """The bits are those of autocast, which casts them in each step."""
-    policy = Policy(small_model("lfm2"), MIXED)
+    policy = Policy(small_model("lfm2_moe"), MIXED)
     before = {name: (weight.data_ptr(), weight.dtype) for name, weight in policy.model.named_parameters()}
     backend = SharedBackend(policy)
     backend.begin(Capacity(2, 1, 4, 8))
@@ -66,7 +66,7 @@ def test_weights_are_cast_once_and_given_back():
 
 def test_casts_leave_weights_alone_that_a_snapshot_shares():
     """Training saves a checkpoint, or samples to evaluate, while a snapshot samples in another thread."""
-    policy = Policy(small_model("lfm2"), MIXED)
+    policy = Policy(small_model("lfm2_moe"), MIXED)
     policy.model.model.layers[0].requires_grad_(False)
     before = {name: weight.clone() for name, weight in policy.model.state_dict().items()}
     snapshot = policy.snapshot()
@@ -86,14 +86,14 @@ def test_casts_leave_weights_alone_that_a_snapshot_shares():
 
 
 def test_a_float32_head_stays_in_float32():
-    model = small_model("lfm2")
+    model = small_model("lfm2_moe")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied
     policy = load_policy(model, ModelConfig(precision="bfloat16", float32_head=True), model.config)
     assert isinstance(LocalEngine(policy, LetterTokenizer(), (1,)).backend, SharedBackend)
 
 
 def test_weights_are_given_back_after_an_error():
-    policy = Policy(small_model("lfm2"), MIXED)
+    policy = Policy(small_model("lfm2_moe"), MIXED)
     with pytest.raises(KeyError), CastWeights(policy).used():
         raise KeyError
     assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32}

@@ -7,8 +7,10 @@ import pytest
 from cohort.cli import main
 from cohort.config import GRPOConfig, to_toml
 from cohort.errors import RunFolderError
-from cohort.runs import Beginning, RunFolder, Start, find_run
 from cohort.runs.anew import clear
+from cohort.runs.folder import RunFolder
+from cohort.runs.output import Beginning, find_run
+from cohort.runs.starts import Start
 from tests.conftest import DEMO_MODEL
 
 

@@ -6,9 +6,10 @@ import pytest
 
 from cohort import GRPOConfig
 from cohort.errors import ConfigError, RunFolderError
-from cohort.runs import describe_changes, fact_changes, refuse
-from cohort.runs.changes import check_keys, setting_changes
+from cohort.runs.changes import check_keys, fact_changes, refuse, setting_changes
+from cohort.runs.changes import describe as describe_changes
 from cohort.runs.facts import entries
+from tests.conftest import each
 
 FACTS = {
     "prompts": "ab",
@@ -43,7 +44,7 @@ def test_settings_that_change_results_are_refused(tmp_path, changes, words):
     check_keys([found.key])
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"device": "cpu"},
@@ -94,7 +95,7 @@ def test_a_schedule_that_depends_on_the_end_counts():
     assert change.refused
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "value", "words", "refused"),
     [
         ("prompts", "cd", "other prompts", True),

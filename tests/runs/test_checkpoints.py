@@ -15,7 +15,11 @@ from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
 from cohort.parallel import World
 from cohort.policy import Policy, Precision
-from cohort.runs import Models, RunFolder, SavedState, check_saved, load_checkpoint, random_state, save_model, saving
+from cohort.runs import saving
+from cohort.runs.checkpoints import Models, SavedState, load_checkpoint
+from cohort.runs.folder import RunFolder
+from cohort.runs.generators import random_state
+from cohort.runs.models import check_saved, save_model
 from cohort.train import Optimizer, loop
 from tests.conftest import tiny_llama
 from tests.rollout.test_families import ATTENTION

@@ -161,6 +161,11 @@ def test_folders_that_hold_no_model(project, copied, tmp_path, capsys):
     assert f"cannot write {tmp_path}/file/x: Not a directory" in capsys.readouterr().err
 
 
+def test_a_misspelt_run_beside_others(copied):
+    with pytest.raises(RunFolderError, match=r"there is no .*typo. .* holds the runs run$"):
+        model_of(str(copied.parent / "typo"))
+
+
 def test_functions_that_have_moved(copied, elsewhere):
     change(copied, ("mine.py:digits", "gone.py:digits"))
     with pytest.raises(

@@ -8,7 +8,7 @@ import pytest
 
 from cohort.plugins import load_function
 from cohort.rewards.names import resolve_reward
-from cohort.runs import code_hash, named_code_hash
+from cohort.runs.code import code_hash, named_code_hash
 
 REWARD = """
     '''Rewards.'''

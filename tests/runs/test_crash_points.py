@@ -9,8 +9,9 @@ import pytest
 
 from cohort.config.schema import RunConfig
 from cohort.parallel import World
-from cohort.runs import RunFolder, durable, saving
+from cohort.runs import durable, saving
 from cohort.runs.checkpoints import LOOP
+from cohort.runs.folder import RunFolder
 
 OPERATIONS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 

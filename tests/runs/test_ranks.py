@@ -11,7 +11,10 @@ from cohort.config.schema import RunConfig
 from cohort.errors import RunFolderError
 from cohort.parallel import World, layout_of, together
 from cohort.policy import Policy, Precision
-from cohort.runs import Models, RunFolder, SavedState, check_saved, load_checkpoint, random_state
+from cohort.runs.checkpoints import Models, SavedState, load_checkpoint
+from cohort.runs.folder import RunFolder
+from cohort.runs.generators import random_state
+from cohort.runs.models import check_saved
 from cohort.runs.tensors import named_weights, whole
 from cohort.train import Optimizer
 from tests.conftest import tiny_llama

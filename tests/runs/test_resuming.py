@@ -12,7 +12,9 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
 from cohort.config import apply_overrides, setting_names
 from cohort.errors import RunFolderError
-from cohort.runs import RunFolder, facts, with_whole_names
+from cohort.runs import facts
+from cohort.runs.folder import RunFolder
+from cohort.runs.settings import with_whole_names
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.train.harness import digits_reward, untimed_metrics_of
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cohort.errors import RunFolderError
 from cohort.rewards.scores import Scores
-from cohort.runs import StoredRollout, Unstorable, load_rollout, save_rollout
+from cohort.runs.rollouts import StoredRollout, Unstorable, encode_rollout, load_rollout, write_encoded
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 
 
@@ -138,7 +138,7 @@ def rollouts(draw):
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_a_loaded_rollout_equals_the_saved_one(tmp_path, rollout):
-    save_rollout(tmp_path / "one", rollout)
+    write_encoded(tmp_path / "one", encode_rollout(rollout))
     assert same(load_rollout(tmp_path / "one"), rollout)
 
 
@@ -162,7 +162,7 @@ ODD = [
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
 def test_values_of_other_types(tmp_path, value):
-    save_rollout(tmp_path / "one", StoredRollout([], facts={"value": value}))
+    write_encoded(tmp_path / "one", encode_rollout(StoredRollout([], facts={"value": value})))
     loaded = load_rollout(tmp_path / "one").facts["value"]
     assert same(loaded, dict(value) if isinstance(value, defaultdict) else value)
 
@@ -172,15 +172,16 @@ def test_an_object_of_another_class_becomes_its_text(tmp_path):
         def __str__(self):
             return "x|o"
 
-    save_rollout(
-        tmp_path / "one", StoredRollout([], facts={"state": [Board(), np.array(["a"]), torch.ones(1).bfloat16()]})
+    write_encoded(
+        tmp_path / "one",
+        encode_rollout(StoredRollout([], facts={"state": [Board(), np.array(["a"]), torch.ones(1).bfloat16()]})),
     )
     board, letters, _ = load_rollout(tmp_path / "one").facts["state"]
     assert (board, str(board), str(letters)) == (Unstorable("x|o"), "x|o", "['a']")
 
 
 def test_a_file_makes_no_object_of_a_class_that_is_not_listed(tmp_path):
-    save_rollout(tmp_path / "one", StoredRollout([]))
+    write_encoded(tmp_path / "one", encode_rollout(StoredRollout([])))
     content = {"groups": [], "scores": None, "facts": {"$": "Path", "of": "/"}}
     (tmp_path / "one.json").write_text(json.dumps(content))
     with pytest.raises(RunFolderError, match="Path"):

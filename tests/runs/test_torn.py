@@ -8,8 +8,8 @@ import pytest
 from cohort.cli import main
 from cohort.errors import RunFolderError
 from cohort.lock import Lock
-from cohort.runs import RunFolder
 from cohort.runs.durable import MANIFEST
+from cohort.runs.folder import RunFolder
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.train.harness import make_trainer, metrics_of, same_parameters
 
@@ -157,6 +157,9 @@ def test_verify_of_one_checkpoint_and_of_something_else(run, tmp_path, capsys):
     assert capsys.readouterr().out == "whole   step-3\n"
     assert main(["verify", str(tmp_path)]) == 2
     assert "is neither a run folder nor a checkpoint" in capsys.readouterr().err
+    (tmp_path / "config.toml").touch()
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "no run was started here" in capsys.readouterr().err
 
 
 def test_verify_follows_no_link_that_leads_out_of_the_run(run, tmp_path, capsys):

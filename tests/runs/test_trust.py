@@ -14,9 +14,12 @@ from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.environments.tools import BUILTIN_TOOLS
 from cohort.errors import RunFolderError
 from cohort.evaluation.command import Request
-from cohort.runs import RunFolder, Start, check_code, check_files, trust, with_overrides_of_start
+from cohort.runs import trust
 from cohort.runs.chosen import run_of
-from cohort.runs.trust import Code, code_in, remember
+from cohort.runs.folder import RunFolder
+from cohort.runs.settings import with_overrides_of_start
+from cohort.runs.starts import Start
+from cohort.runs.trust import Code, check_code, check_files, code_in, remember
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from cohort.errors import DiskError
-from cohort.runs import RunFolder
 from cohort.runs import folder as folders
 from cohort.runs import writer as module
+from cohort.runs.folder import RunFolder
 from cohort.runs.writer import Write, Writer
 
 

@@ -12,6 +12,7 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import Source
 from cohort.data import DataCursor
 from cohort.errors import ConfigError, DataError, RunFolderError
+from tests.conftest import each
 from tests.train.harness import (
     ROWS,
     SETTINGS,
@@ -152,7 +153,7 @@ def test_prompts_that_are_too_long_for_the_context(demo_tokenizer, tmp_path):
     assert cut.prompts.prompts.longest == 28
 
 
-@pytest.mark.parametrize(
+@each(
     ("data", "settings", "message"),
     [
         ([{"prompt": ""}] * 4, {}, "row 0: the prompt is empty"),

@@ -15,7 +15,7 @@ from cohort.environments import Step
 from cohort.errors import ConfigError, EpisodeError, PolicyMismatchError, RewardError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.runs import load_rollout
+from cohort.runs.rollouts import load_rollout
 from cohort.train.ahead import Ahead
 from tests.conftest import telling, tiny_llama
 from tests.environments import test_training as episodes

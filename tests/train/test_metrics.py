@@ -12,7 +12,7 @@ from cohort.rewards.scores import Scores
 from cohort.train import UpdateResult
 from cohort.train.metrics import policy_movement, reward_metrics
 from cohort.train.update_metrics import value_metrics
-from tests.conftest import tiny_llama
+from tests.conftest import each, tiny_llama
 from tests.train.test_layout import make_batch
 from tests.train.updates import DOUBLE, context_for, logps_of
 
@@ -66,7 +66,7 @@ def test_nothing_is_measured_for_0_completions():
     assert moved([2, 2], 0)[0] == {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("rewards", "high", "low"),
     [
         ([[1, 1], [0, 0], [0, 1], [0.4, 0.4], [0.6, 0.6]], 2 / 5, 2 / 5),
@@ -94,9 +94,7 @@ def test_rewards_by_function_and_groups_that_are_hardly_scored():
     assert found["groups/dead_share"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"), [([2.0] * 5, 5), ([3.0, 0.0, 0.0], 1), ([1.0, 3.0], 16 / 10), ([0.0], 0)]
-)
+@each(("sizes", "expected"), [([2.0] * 5, 5), ([3.0, 0.0, 0.0], 1), ([1.0, 3.0], 16 / 10), ([0.0], 0)])
 def test_the_effective_number_of_tokens(sizes, expected):
     whole = defaultdict(float, policy_sizes=sum(sizes), policy_energy=sum(size**2 for size in sizes))
     found = value_metrics(TokenStatistics(whole, {}, {}), 1, PRESETS["default"])

@@ -10,7 +10,7 @@ from cohort import GRPOConfig
 from cohort.config import Source
 from cohort.rewards.mathematics import math
 from cohort.rewards.names import resolve_reward
-from cohort.runs import code_hash
+from cohort.runs.code import code_hash
 from cohort.train.record import name_of, recorded
 from tests.train.harness import ROWS, digits_reward
 

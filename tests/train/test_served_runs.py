@@ -10,7 +10,7 @@ import torch
 from cohort.environments import Step
 from cohort.errors import ConfigError, EngineError, PolicyMismatchError
 from cohort.rollout import VLLMEngine, setup
-from tests.conftest import tiny_llama
+from tests.conftest import each, tiny_llama
 from tests.environments.templates import FAMILIES
 from tests.environments.test_training import model as conversing
 from tests.environments.test_training import trainer as episode_trainer
@@ -59,7 +59,8 @@ def straight(demo_tokenizer, tmp_path_factory):
 
 def served(tokenizer, folder, *stand_ins, **settings):
     url = tuple(one.url for one in stand_ins)
-    return make_trainer(tokenizer, folder, engine="vllm", url=url, **{"max_steps": STEPS} | settings)
+    sizes = {"max_steps": STEPS, "prompts_per_step": 2, "max_completion_length": 6}
+    return make_trainer(tokenizer, folder, engine="vllm", url=url, **sizes | settings)
 
 
 def test_a_run_trains_the_policy_that_the_servers_sample_from(demo_tokenizer, tmp_path, serve):
@@ -108,7 +109,7 @@ def test_the_death_of_a_server_changes_nothing(demo_tokenizer, tmp_path, serve, 
     _, first, second = serve(demo_tokenizer, 2)
 
     def dies(number, body, answer):
-        if number == 12:  # in the second step; the trial takes one or two
+        if number == 7:  # in the second step; the trial takes one or two
             threading.Thread(target=first.die).start()
             time.sleep(0.3)
         return answer
@@ -231,7 +232,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_settings_are_refused_before_anything_is_read(demo_tokenizer, name):
     settings, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):

@@ -23,9 +23,9 @@ from tests.launch.test_processes import wait_for
 from tests.train.harness import metrics_of, untimed_metrics_of
 
 SLOW_REWARD = """
-import time
+import os, time
 def digits(completions, **_):
-    time.sleep(0.3)
+    time.sleep(float(os.environ.get("REWARD_SECONDS", "0.3")))
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 """
 STUBBORN_REWARD = """
@@ -49,7 +49,8 @@ def write_run(folder, reward=SLOW_REWARD, **settings):
     (folder / "c.toml").write_text(
         f"[model]\npath='{DEMO_MODEL}'\ndevice='cpu'\nprecision='float32'\n[data]\ntrain='rows.jsonl'\n"
         "[reward]\nfunctions=['reward.py:digits']\n[objective]\nnum_iterations=2\nminibatches=2\n"
-        "[rollout]\nprompts_per_step=4\nnum_generations=2\nmax_completion_length=4\n[run]\noutput_dir='out'\n"
+        "[rollout]\nprompts_per_step=4\nnum_generations=2\nmax_completion_length=4\n"
+        "[optim]\nmicrobatch_tokens=64\n[run]\noutput_dir='out'\n"
         + "".join(f"{name}={value}\n" for name, value in settings.items())
     )
 
@@ -66,8 +67,8 @@ def _no_process_is_left():
     started.clear()
 
 
-def begin(folder, *arguments):
-    started.append(warm.begin(*arguments, folder=folder))
+def begin(folder, *arguments, **variables):
+    started.append(warm.begin(*arguments, folder=folder, **variables))
     return started[-1]
 
 
@@ -77,8 +78,9 @@ def steps_of(folder):
 
 
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
-    write_run(tmp_path)
+    write_run(tmp_path, max_steps=3)
     process = begin(tmp_path, "train", "c.toml")
+    straight = begin(tmp_path, "train", "c.toml", "--run.output_dir", "straight", REWARD_SECONDS="0")
     wait_for(lambda: steps_of(tmp_path / "out") == 1, 60)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
@@ -87,9 +89,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
     assert re.search("cohort: stopped by SIGTERM (in step 2, |after step 1;)", errors.splitlines()[-1])
     assert "continue with cohort resume out" in errors.splitlines()[-1]
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-1"]
-    resumed = begin(tmp_path, "train", "c.toml", "--resume", "auto")
+    resumed = begin(tmp_path, "train", "c.toml", "--resume", "auto", REWARD_SECONDS="0")
     assert resumed.communicate(timeout=60)[1] == ""
-    straight = begin(tmp_path, "train", "c.toml", "--run.output_dir", "straight")
     straight.communicate(timeout=60)
     assert untimed_metrics_of(tmp_path / "out") == untimed_metrics_of(tmp_path / "straight")
 
@@ -145,7 +146,7 @@ def test_a_request_to_save_before_the_run_does_not_end_it(monkeypatch, tmp_path)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["rank", str(tmp_path)])
     (tmp_path / "command.json").write_text('{"launcher": 1}')
-    monkeypatch.setattr(rank, "_end_with", begins)
+    monkeypatch.setattr(rank, "end_with", begins)
     with pytest.raises(SystemExit, match="7"):
         rank.main()
     assert len(found) == 2

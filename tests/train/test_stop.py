@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cohort.errors import RewardError, Stopped
-from cohort.runs import load_rollout
+from cohort.runs.rollouts import load_rollout
 from cohort.train.requests import Requests
 from tests.conftest import tiny_llama
 from tests.train.harness import ROWS, digits_reward, make_trainer, metrics_of, same_parameters, untimed_metrics_of

@@ -13,7 +13,7 @@ from cohort.report.rollouts import CHECKS, PREFIXES, StoredStep
 from cohort.train.layout import numbers
 from cohort.train.store import chosen_groups
 from cohort.types import Group, Prompt
-from tests.conftest import tiny_llama
+from tests.conftest import each, tiny_llama
 from tests.replay.steps import stored_step
 from tests.train.harness import digits_reward, make_trainer
 
@@ -189,7 +189,7 @@ def test_some_steps_and_some_groups(demo_tokenizer, tmp_path):
     assert chosen_groups(groups, 0, 0) == chosen_groups(groups, 9, 0) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_every_objective_can_be_read_back(name):
     objective = PRESETS[name].replace(beta=0.1) if PRESETS[name].kl else PRESETS[name]
     assert Objective(**json.loads(json.dumps(objective.model_dump()))) == objective

@@ -10,6 +10,7 @@ import pytest
 
 from cohort.errors import ConfigError, DataError
 from cohort.trl.batch import Batch
+from tests.conftest import each
 
 
 def arguments(**changed: Any) -> Any:
@@ -43,9 +44,9 @@ def is_made_of_rollouts(updates: list[tuple[tuple[int, int], ...]], steps: int) 
     return same_weight and whole and all(a == b or not a & b for a, b in itertools.combinations(sets, 2))
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
-@pytest.mark.parametrize("accumulation", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("iterations", [1, 2, 3, 4])
+@each("steps", [1, 2, 3, 4])
+@each("accumulation", [1, 2, 3, 4, 6, 8])
+@each("iterations", [1, 2, 3, 4])
 def test_an_update_here_uses_the_prompts_that_it_uses_in_trl(steps: int, accumulation: int, iterations: int):
     args = arguments(
         per_device_train_batch_size=16,
@@ -69,7 +70,7 @@ def test_an_update_here_uses_the_prompts_that_it_uses_in_trl(steps: int, accumul
     assert all(generation >= generations_of_rollout for generation, _ in trl[batch.updates_per_rollout])
 
 
-@pytest.mark.parametrize(
+@each(
     ("changed", "world_size", "expected"),
     [
         ({}, 1, (2, 1, 1)),
@@ -85,7 +86,7 @@ def test_prompts_minibatches_and_iterations(changed: dict[str, int], world_size:
     assert (batch.prompts_per_step, batch.minibatches, batch.num_iterations) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("changed", "words"),
     [
         ({"num_generations": 3}, "generation_batch_size (8) must be divisible by num_generations (3)"),

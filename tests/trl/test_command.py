@@ -5,7 +5,7 @@ import json
 import pytest
 
 import cohort.cli
-from cohort.runs import how_to_continue
+from cohort.runs.starts import how_to_continue
 from cohort.trl import GRPOTrainer
 from cohort.trl.__main__ import REWARDS, load_reward, main, make_parser
 from tests.conftest import DEMO_MODEL

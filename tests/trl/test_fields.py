@@ -18,10 +18,17 @@ from cohort.config import GRPOConfig as Settings
 from cohort.errors import ConfigError
 from cohort.trl import GRPOConfig, batch, callbacks, completions, hub, trainer
 from cohort.trl.config import defaults
-from cohort.trl.fields import FIELDS, RENAMED, of_verdict
+from cohort.trl.fields import FIELDS, RENAMED
 from cohort.trl.translate import translate
+from tests.conftest import each
 
 DEFAULTS = dict(defaults(GRPOConfig))
+
+
+def of_verdict(verdict: str) -> tuple[str, ...]:
+    return tuple(name for name, field in FIELDS.items() if field.verdict == verdict)
+
+
 VALUES: dict[str, Any] = {
     "accelerator_config": {"dispatch_batches": False},
     "adam_beta1": 0.8,
@@ -165,7 +172,7 @@ def test_every_setting_that_a_verdict_names_exists():
     assert settings <= {f"{section}.{key}" for section, table in Settings() for key in type(table).model_fields}
 
 
-@pytest.mark.parametrize("name", [name for name in of_verdict("same") if is_setting(FIELDS[name].to)])
+@each("name", [name for name in of_verdict("same") if is_setting(FIELDS[name].to)])
 def test_a_field_with_the_same_meaning_gives_its_value_to_the_setting(name: str):
     value = attrgetter(FIELDS[name].to)(with_field(name))
     given = value_of(name)
@@ -181,7 +188,7 @@ def test_a_field_that_is_no_setting_is_read_by_the_trainer_or_by_transformers_ca
     assert not read & set(of_verdict("no effect"))
 
 
-@pytest.mark.parametrize("name", [*of_verdict("translated")])
+@each("name", [*of_verdict("translated")])
 def test_a_translated_field_changes_the_setting_that_it_names(name: str):
     to = FIELDS[RENAMED.get(name, name)].to
     if FIELDS[RENAMED.get(name, name)].verdict != "translated" or name in NOT_HERE:
@@ -190,12 +197,12 @@ def test_a_translated_field_changes_the_setting_that_it_names(name: str):
     assert attrgetter(place)(with_field(name)) != attrgetter(place)(without(name))
 
 
-@pytest.mark.parametrize("name", sorted(set(of_verdict("no effect")) - NEWER))
+@each("name", sorted(set(of_verdict("no effect")) - NEWER))
 def test_a_field_without_effect_changes_nothing(name: str):
     assert with_field(name) == without(name)
 
 
-@pytest.mark.parametrize("name", of_verdict("refused"))
+@each("name", of_verdict("refused"))
 def test_a_refused_field_is_refused_with_what_to_do_instead(name: str):
     with pytest.raises(ConfigError, match=name) as caught:
         GRPOConfig(**{**arguments(name), name: value_of(name)})

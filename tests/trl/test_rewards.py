@@ -11,6 +11,7 @@ from cohort.rewards.contract import TrainerState, call_arguments
 from cohort.rewards.functions import Function, unique_names
 from cohort.trl import rewards
 from cohort.types import Completion, FinishReason, Group, Prompt
+from tests.conftest import each
 
 TEXTS = [r"<think>3*4</think>\boxed{12}", "<think>3*4</think>The answer is 13.", "12"]
 IDS = [[1] * 10, [2, 3] * 10, [4] * 30]
@@ -28,7 +29,7 @@ def turns(texts):
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each("name", FUNCTIONS)
 def test_with_lists(name):
     function, expected = FUNCTIONS[name]
     given = {"completions": turns(TEXTS), "completion_ids": IDS, "solution": ["12"] * 3}
@@ -36,7 +37,7 @@ def test_with_lists(name):
     assert function.__name__ == name
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each("name", FUNCTIONS)
 def test_in_a_run(name):
     """One completion per call, in another process: the same scores."""
     sent, expected = FUNCTIONS[name]

@@ -22,6 +22,7 @@ from cohort.trl.fields import FIELDS
 from cohort.trl.layout import layout_of
 from cohort.trl.notice import GATES, differences
 from cohort.trl.translate import in_trl_terms, translate
+from tests.conftest import each
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +39,7 @@ def objective(**fields: Any) -> Any:
     return translated(**fields).resolved_objective
 
 
-@pytest.mark.parametrize(
+@each(
     ("loss", "fields", "aggregation", "level", "rule"),
     [
         ("grpo", {}, "seq_mean_token_mean", "token", PPOClip(low=0.8, high=1.2)),
@@ -141,7 +142,7 @@ def test_tool_calls_are_turns():
     assert translated().environment.max_turns == 512
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "words"),
     [
         ({"loss_type": "gspo"}, "loss_type must be one of grpo, bnpo"),
@@ -215,7 +216,7 @@ def test_layouts(fields, variables, expected, tmp_path, monkeypatch):
     assert layout_of(GRPOConfig("out", **fields), variables) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "words"),
     [
         ({"deepspeed": "missing.json"}, "No such file"),
@@ -275,7 +276,7 @@ def test_the_start_says_what_differs_in_this_run():
     assert "checkpoint" not in plain
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "words"),
     [
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex (use_vllm is False)"),

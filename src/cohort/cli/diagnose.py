@@ -22,10 +22,10 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
         run: A run folder, of a run that has ended or is in progress.
         json_output: Print one JSON object instead of text.
     """
-    from cohort.report.diagnosis import Diagnosis, Level, health_line, not_run, worst
+    from cohort.report.diagnosis import Diagnosis, Level, not_run, worst
     from cohort.report.history import RunHistory
     from cohort.report.words import one_line
-    from cohort.runs import as_json
+    from cohort.runs.lines import as_json
 
     history = RunHistory.read(run)
     diagnosis = Diagnosis(history.settings)
@@ -33,20 +33,11 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
     silent = not_run(history.keys())
     alarm = worst(diagnosis.findings) is Level.ALARM
     steps = [metrics for metrics in history.metrics if "updates" in metrics]
-    health = (
-        health_line(steps[-1], diagnosis.findings, groups_compared=diagnosis.groups_compared)
-        if steps
-        else "no step yet"
-    )
+    health = diagnosis.health or "no step yet"
     if json_output:
         findings = [finding.as_json() for finding in diagnosis.findings]
-        print(
-            as_json(
-                {"ok": not alarm, "health": health, "steps": len(steps), "findings": findings, "not_run": list(silent)},
-                indent=1,
-            ),
-            end="",
-        )
+        found = {"ok": not alarm, "health": health, "steps": len(steps), "findings": findings, "not_run": list(silent)}
+        print(as_json(found, indent=1), end="")
     else:
         lines = [finding.show(get_terminal_size((119, 24)).columns) for finding in said]
         print("\n".join([*lines, f"after step {steps[-1]['step']}, {health}" if steps else health]))

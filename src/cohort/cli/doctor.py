@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -39,11 +40,11 @@ def doctor(
         if not json_output:
             print(finding.show(), flush=True)
     from cohort.doctor import Status, summary
-    from cohort.runs import as_json
+    from cohort.runs.lines import as_json
 
     failed = any(finding.status is Status.FAIL for finding in found)
     if json_output:
-        print(as_json({"ok": not failed, "findings": [one.as_json() for one in found]}, indent=1), end="")
+        print(as_json({"ok": not failed, "findings": [asdict(one) for one in found]}, indent=1), end="")
     else:
         print(f"\n{summary(found)}")
     return int(failed)

@@ -39,7 +39,10 @@ def resume(
         trust: Run the code that the settings in this run folder name, though this account has not run it before.
     """
     from cohort.config import load_config, setting_names
-    from cohort.runs import CONTINUED_BY, RunFolder, check_run_settings, last_start, with_whole_names
+    from cohort.runs.folder import RunFolder
+    from cohort.runs.settings import with_whole_names
+    from cohort.runs.starts import CONTINUED_BY, last_start
+    from cohort.runs.trust import check_code, check_secrets
 
     folder = RunFolder(Path(run).expanduser().resolve())
     folder.check_is_run()
@@ -63,5 +66,6 @@ def resume(
     settings = with_whole_names(settings, [name for name in names if name != "run.output_dir"])
     if began_in := start.working_directory(folder.path):
         os.chdir(began_in)  # to which the names in the settings belong
-    check_run_settings(folder.path, settings, trust and str(Path(working_folder, trust).expanduser()), given=names)
+    check_code(folder.path, settings, trust and str(Path(working_folder, trust).expanduser()), given=names)
+    check_secrets(folder.path, settings)
     run_training(settings, "auto", allow_changed, overrides=(*start.overrides, *names), missing=missing)

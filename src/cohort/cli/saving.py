@@ -20,7 +20,7 @@ def save(run: str, /, *, timeout: float = 600.0) -> None:
         timeout: Seconds to wait for the checkpoint. [default: 600]
     """
     from cohort.lock import is_written
-    from cohort.runs import RunFolder
+    from cohort.runs.folder import RunFolder
     from cohort.runs.save_request import request_save, save_answered
 
     folder = RunFolder(Path(run).expanduser())

@@ -15,7 +15,8 @@ from cohort.errors import Stopped
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig
-    from cohort.runs import Resume, Start
+    from cohort.runs.output import Resume
+    from cohort.runs.starts import Start
     from cohort.trainer import GRPOTrainer
 
 TRUST = Annotated[str | None, Parameter(metavar="RUN")]
@@ -40,8 +41,8 @@ def run_training(
         missing: what a run that was begun in Python has no name for.
     """
     from cohort.parallel import World, on_main
-    from cohort.runs import Beginning, Start
-    from cohort.runs.output import closed_on_error, find_folder
+    from cohort.runs.output import Beginning, closed_on_error, find_folder
+    from cohort.runs.starts import Start
 
     world = World.of_environment(timeout=settings.parallel.rank_timeout)
     folder, beginning = find_folder(settings, world, resume, allow_changed)

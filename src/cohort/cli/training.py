@@ -67,7 +67,7 @@ def train(
     settings = load_config(config, overrides)  # before torch is imported, so that mistakes are reported at once
     names = setting_names(overrides)
     if resume:
-        from cohort.runs import with_overrides_of_start
+        from cohort.runs.settings import with_overrides_of_start
 
         settings, names = with_overrides_of_start(settings, overrides, trust)
         again = ", ".join(name for name in names if name not in setting_names(overrides))
@@ -91,7 +91,7 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
     from cohort.config import file_and_overrides
     from cohort.launch import check_settings, job_of, settings_of
     from cohort.launch import launch as run
-    from cohort.runs import check_files
+    from cohort.runs.trust import check_files
 
     # torch's warnings about a rank that has died are pages long, and the launcher says what is to be known.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

@@ -10,7 +10,7 @@ from cohort.cli.start import TRUST
 from cohort.errors import RunFolderError
 
 if TYPE_CHECKING:
-    from cohort.runs import RunFolder
+    from cohort.runs.folder import RunFolder
 
 
 @app.command(sort_key=6, usage="Usage: cohort verify RUN")
@@ -51,7 +51,7 @@ def convert(run: str, /, *, unpickle: bool = False, trust: TRUST = None) -> None
             else is refused, so that no code of theirs runs. What you trust is torch's reader.
         trust: Run the code of the model, if the run's settings allow it, though this account has not run it before.
     """
-    from cohort.runs import RunFolder
+    from cohort.runs.folder import RunFolder
 
     folder = RunFolder(Path(run).expanduser())
     folder.check_is_run()
@@ -64,7 +64,7 @@ def convert(run: str, /, *, unpickle: bool = False, trust: TRUST = None) -> None
 
 def _convert(folder: RunFolder, *, unpickle: bool, trust: str | None) -> None:
     from cohort.config import load_config
-    from cohort.runs import MODEL_CODE, check_code
+    from cohort.runs.trust import MODEL_CODE, check_code
     from cohort.train.convert import convert as converted
     from cohort.train.convert import is_pickled
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypedDict
 
+from cohort.config.optim import LRSchedule
+from cohort.config.report import Tracker
 from cohort.config.section import Section
 
 
@@ -140,18 +142,7 @@ class SettingNames(TypedDict, total=False):
     adam_beta2: float
     adam_epsilon: float
     max_grad_norm: float
-    lr_scheduler_type: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "polynomial",
-        "inverse_sqrt",
-        "warmup_stable_decay",
-    ]
+    lr_scheduler_type: LRSchedule
     lr_scheduler_kwargs: Mapping[str, Any]
     warmup_steps: int | float
     microbatch_tokens: int | None
@@ -194,10 +185,7 @@ class SettingNames(TypedDict, total=False):
     log_completions: bool
     store_steps: int
     store_groups: int
-    trackers: (
-        Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
-        | Sequence[Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]]
-    )
+    trackers: Tracker | Sequence[Tracker]
     tracker_project: str | None
     skip_checks: Sequence[str]
     thresholds: Any

@@ -112,13 +112,9 @@ class ObjectiveConfig(Section):
         """``minibatches``, or the preset's where it is unset."""
         return self.minibatches or preset(self.preset).minibatches
 
-    def parts(self) -> tuple[str, ...]:
-        """The settings that are parts of the objective."""
-        return setting_names()
-
     def changes(self) -> Mapping[str, object]:
         """The changes to the preset."""
-        given = {name: getattr(self, name) for name in self.parts()}
+        given = {name: getattr(self, name) for name in setting_names()}
         return {name: value for name, value in given.items() if value is not None}
 
     def resolve(self) -> Objective:

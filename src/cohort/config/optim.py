@@ -11,10 +11,20 @@ from cohort.config.data import Table
 from cohort.config.section import PositiveFloat, PositiveInt, Section
 from cohort.errors import did_you_mean
 
-SCHEDULES = {
-    "constant": (),
-    "constant_with_warmup": (),
-    "linear": (),
+LRSchedule = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+]
+"""transformers' schedules."""
+ARGUMENTS: dict[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
     "cosine_with_restarts": ("num_cycles",),
     "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
@@ -22,15 +32,10 @@ SCHEDULES = {
     "polynomial": ("lr_end", "power"),
     "inverse_sqrt": ("timescale",),
     "warmup_stable_decay": (
-        "num_decay_steps",
-        "num_stable_steps",
-        "warmup_type",
-        "decay_type",
-        "min_lr_ratio",
-        "num_cycles",
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
     ),
 }
-"""transformers' schedules, and the arguments that each takes beside warm-up and length."""
+"""The arguments that schedules take beside warm-up and length."""
 NEEDED = {
     "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
     "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
@@ -60,18 +65,7 @@ class OptimConfig(Section):
     """Added to the root of the squared gradient's mean."""
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it. 0: none are."""
-    lr_scheduler_type: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "cosine_warmup_with_min_lr",
-        "polynomial",
-        "inverse_sqrt",
-        "warmup_stable_decay",
-    ] = "constant"
+    lr_scheduler_type: LRSchedule = "constant"
     """Schedule after the warm-up, by transformers' names."""
     lr_scheduler_kwargs: Table = Field({})
     """Further arguments of the schedule, by transformers' names, as in { min_lr_rate = 0.1 } of
@@ -96,7 +90,8 @@ class OptimConfig(Section):
     @model_validator(mode="after")
     def _known_arguments(self) -> OptimConfig:
         """Refuse arguments that the schedule does not take, which transformers would refuse with the model loaded."""
-        kind, given, known = self.lr_scheduler_type, self.lr_scheduler_kwargs, SCHEDULES[self.lr_scheduler_type]
+        kind, given = self.lr_scheduler_type, self.lr_scheduler_kwargs
+        known = ARGUMENTS.get(kind, ())
         for name in given:
             if name not in known:
                 hint = did_you_mean(name, known) or (f"; it takes {', '.join(known)}" if known else "; it takes none")

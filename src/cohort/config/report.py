@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import Field, Strict
 
-from cohort.config.section import Count, PositiveFloat, PositiveInt, Section, Share, Strings
+from cohort.config.section import Count, OneAsList, PositiveFloat, PositiveInt, Section, Share, Strings
 
 Factor = Annotated[float, Field(gt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet"]
-
-
-def _listed(value: object) -> object:
-    """One name stands for a list of one."""
-    return (value,) if isinstance(value, str) else value
 
 
 class ThresholdsConfig(Section):
@@ -67,7 +62,7 @@ class ReportConfig(Section):
     """Write the completions of every this many steps."""
     store_groups: Count = 0
     """Number of groups of a step to write, chosen whatever their rewards are. 0: all."""
-    trackers: Annotated[tuple[Tracker, ...], Strict(False), BeforeValidator(_listed)] = ()
+    trackers: Annotated[tuple[Tracker, ...], Strict(False), OneAsList] = ()
     """Experiment trackers that the run is sent to, as in ["tensorboard", "wandb"]: tensorboard, wandb, mlflow, trackio,
     swanlab, comet (see 'cohort docs trackers')."""
     tracker_project: str | None = None

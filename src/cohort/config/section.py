@@ -25,6 +25,8 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Strict(False)]
 PositiveInts = Annotated[tuple[PositiveInt, ...], Strict(False)]
 Numbers = Annotated[tuple[float, ...], Strict(False)]
+OneAsList = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+"""One text stands for a list of it."""
 PathName = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 """A string; path objects are converted."""
 

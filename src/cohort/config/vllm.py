@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-
-from cohort.config.section import PathName, PositiveFloat, Section, Strings
-
-Addresses = Annotated[Strings, BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
-"""One address or several."""
+from cohort.config.section import OneAsList, PathName, PositiveFloat, Section, Strings
 
 
 class VLLMConfig(Section):
     """vLLM servers, used with `rollout.engine = "vllm"`. They receive the weights after every update."""
 
-    url: Addresses = ()
+    url: Annotated[Strings, OneAsList] = ()
     """Address of a server, or a list of addresses, as in "http://127.0.0.1:8000": loopback or a private network."""
     request_timeout: PositiveFloat = 600.0
     """Time limit of a completion in seconds. A server that exceeds it is left out; the completion is repeated on

@@ -15,7 +15,7 @@ from cohort.config import GRPOConfig, load_config
 from cohort.demo.task import accuracy, problems
 from cohort.evaluation import Estimate, Evaluation
 from cohort.report.console.describe import announce
-from cohort.runs import RunFolder
+from cohort.runs.folder import RunFolder
 from cohort.trainer import GRPOTrainer
 
 MODEL = Path(__file__).parent / "model"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from cohort.doctor.finding import Check, Finding
@@ -217,4 +218,4 @@ def _final(text: str) -> str:
 
 def _mean(numbers: Sequence[float]) -> float:
     known = [number for number in numbers if not math.isnan(number)]
-    return math.fsum(known) / len(known) if known else math.nan
+    return fmean(known) if known else math.nan

@@ -84,11 +84,9 @@ def _findings(run: Run, skip: Sequence[str]) -> Iterator[Finding]:
         fits &= name != "memory" or all(finding.status is not Status.FAIL for finding in found)
         yield from found
     yield from skipped("answers", "left out") if "answers" in skip else _answers(run)
-    if set(OF_ROLLOUT) <= set(skip):
-        yield from (finding for name in OF_ROLLOUT for finding in skipped(name, "left out"))
-        return
-    if not fits:
-        yield from (finding for name in OF_ROLLOUT for finding in skipped(name, "the run does not fit into memory"))
+    if not fits or set(OF_ROLLOUT) <= set(skip):
+        why = "the run does not fit into memory" if not set(OF_ROLLOUT) <= set(skip) else "left out"
+        yield from (finding for name in OF_ROLLOUT for finding in skipped(name, why))
         return
     try:
         trial = try_run(run)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from textwrap import wrap
-from typing import Any
 
 Numbers = Mapping[str, float | int | None]
 NAME_WIDTH, TEXT_WIDTH = 12, 98
@@ -45,16 +44,6 @@ class Finding:
         words = [*_wrapped(self.found), *_wrapped(self.advice, "-> ")]
         status = self.status.upper() if self.status is Status.FAIL else str(self.status)
         return "\n".join([f"  {status:<5} {self.check:<{NAME_WIDTH}}{words[0]}", *(indent + one for one in words[1:])])
-
-    def as_json(self) -> dict[str, Any]:
-        """The finding in types of JSON."""
-        return {
-            "check": self.check,
-            "status": str(self.status),
-            "found": self.found,
-            "advice": self.advice,
-            "numbers": dict(self.numbers),
-        }
 
 
 class Check:

@@ -30,7 +30,7 @@ from cohort.rollout import LocalEngine
 from cohort.rollout.budget import FREE_SHARE, free_bytes
 from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
-from cohort.runs import RunFolder
+from cohort.runs.folder import RunFolder
 from cohort.runs.saving import COPY_SHARE
 from cohort.runs.tensors import own
 from cohort.train import TrainerParts
@@ -246,11 +246,11 @@ def folder(run: Run) -> list[Finding]:
                 f"{path} holds a run already, which 'cohort train' does not write over",
                 f"go on with it: 'cohort resume {path}', or --resume auto; or choose another run.output_dir",
             )
-            return check.findings("")
-        check.fail(str(error), "choose another run.output_dir, or go on with the run that is there")
-        return check.findings("")
-    if not os.access(existing_parent(path), os.W_OK):
-        check.fail(f"{existing_parent(path)} cannot be written", "choose another run.output_dir")
+        else:
+            check.fail(str(error), "choose another run.output_dir, or go on with the run that is there")
+    else:
+        if not os.access(existing_parent(path), os.W_OK):
+            check.fail(f"{existing_parent(path)} cannot be written", "choose another run.output_dir")
     return check.findings(f"{path} is free")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from cohort.doctor.finding import Check, Finding
 
@@ -43,7 +44,7 @@ def check_signal(
         return check.findings("")
     compared = scored if group_relative else [every]
     dead = [group for group in compared if not group or max(group) - min(group) < SAME]
-    mean, share = math.fsum(every) / len(every), len(dead) / len(compared)
+    mean, share = fmean(every), len(dead) / len(compared)
     spread = math.fsum(_deviation(group) for group in compared if group) / len(compared)
     check = Check("signal", {"dead_share": share, "mean_reward": mean, "within_group_std": spread})
     groups = f"{share:.0%} of groups ({len(dead)} of {len(compared)}) have equal rewards"
@@ -78,8 +79,7 @@ def _rewarding_nothing(by_function: Mapping[str, Sequence[float]]) -> dict[str, 
 
 
 def _deviation(numbers: Sequence[float]) -> float:
-    mean = math.fsum(numbers) / len(numbers)
-    return math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / len(numbers))
+    return math.sqrt(fmean((number - fmean(numbers)) ** 2 for number in numbers))
 
 
 def _advice(dead: Sequence[Sequence[float]], most: float, mean: float) -> str:
@@ -120,10 +120,8 @@ def check_rewards(by_function: Mapping[str, Sequence[float]], weights: Mapping[s
                 f"reward function {name} gave {low:.3g} to each of {len(scored)} completions: now it teaches nothing",
                 "if it never differs, remove it, or show the model what it asks for",
             )
-        if weights[name] == 0:
-            words.append(f"{name} {math.fsum(scored) / len(scored):.2f} (weight 0: logged only)")
-        else:
-            words.append(f"{name} {math.fsum(scored) / len(scored):.2f} ({low:.3g} to {high:.3g})")
+        note = f"{low:.3g} to {high:.3g}" if weights[name] else "weight 0: logged only"
+        words.append(f"{name} {fmean(scored):.2f} ({note})")
     return check.findings(f"mean (range): {', '.join(words)}")
 
 
@@ -134,7 +132,7 @@ def check_distinct(distinct_P: Sequence[int], size: int) -> list[Finding]:
         distinct_P: number of different completions of each group.
         size: completions of a group.
     """
-    mean = math.fsum(distinct_P) / len(distinct_P)
+    mean = fmean(distinct_P)
     check = Check("duplicates", {"distinct": mean, "duplicate_share": 1 - mean / size})
     found = f"of {size} completions of a prompt, {mean:.1f} differ on average"
     if size > 1 and mean == 1:

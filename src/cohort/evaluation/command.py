@@ -28,8 +28,9 @@ from cohort.flags import EvalFlags
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampler, local_engine
-from cohort.runs import MODEL_CODE
-from cohort.runs.chosen import check_not_in_run, check_nothing_missing, model_of, run_of, settings_of_run, why_unnamed
+from cohort.runs.chosen import check_not_in_run, check_nothing_missing, model_of, run_of, why_unnamed
+from cohort.runs.settings import settings_of_run
+from cohort.runs.trust import MODEL_CODE
 from cohort.shipped import PREFIX
 
 SETTINGS = {

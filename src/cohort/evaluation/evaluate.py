@@ -22,7 +22,8 @@ from cohort.evaluation.totals import totals
 from cohort.rewards import RewardRunner, TrainerState
 from cohort.rewards.scores import Scores
 from cohort.rollout import Purpose, RNGKey, Sampler, Sampling, Watch
-from cohort.runs import completion_columns, score_columns, seeded
+from cohort.runs.generators import seeded
+from cohort.runs.tables import completion_columns, score_columns
 from cohort.statistics import Estimate, Floats, estimates, majority_at_k, pass_at_k
 from cohort.types import FinishReason
 from cohort.watchdog import waiting

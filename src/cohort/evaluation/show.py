@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from rich.table import Table
 
 from cohort.config import GRPOConfig, hide_secrets
 from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, Success, eval_sampling, prefix
-from cohort.runs import as_json, write_atomically
+from cohort.runs.durable import write_atomically
+from cohort.runs.lines import as_json
 from cohort.statistics import Comparison, Estimate, compare
 
 Evaluations = Mapping[str, Evaluation]
@@ -159,10 +160,8 @@ def write_rows(file: str, evaluator: Evaluator, found: Evaluations) -> None:
                 ],
                 **({"pass_rate": pass_rate(samples, evaluation.success)} if evaluation.success else {}),
             }
-            lines.append(as_json(line, ensure_ascii=False, default=str))
-    # Lone surrogates, which UTF-8 cannot encode, are escaped as JSON escapes them.
-    text = "".join(lines).encode("utf-8", "backslashreplace").decode()
-    write_atomically(Path(file).expanduser(), text)
+            lines.append(line)
+    _write_lines(file, lines)
 
 
 def write_pass_rates(file: str, evaluator: Evaluator, found: Evaluations) -> None:
@@ -181,9 +180,14 @@ def write_pass_rates(file: str, evaluator: Evaluator, found: Evaluations) -> Non
         for index, first in enumerate(range(0, len(table), count)):
             row, renamed = evaluator.sets[name].original(index), evaluator.sets[name].data.sources[0].config.columns
             rate = pass_rate(table[first : first + count], evaluation.success)
-            lines.append(as_json({**row, renamed.get("pass_rate", "pass_rate"): rate}, ensure_ascii=False, default=str))
-    text = "".join(lines).encode("utf-8", "backslashreplace").decode()
-    write_atomically(Path(file).expanduser(), text)
+            lines.append({**row, renamed.get("pass_rate", "pass_rate"): rate})
+    _write_lines(file, lines)
+
+
+def _write_lines(file: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    # Lone surrogates, which UTF-8 cannot encode, are escaped as JSON escapes them.
+    text = "".join(as_json(row, ensure_ascii=False, default=str) for row in rows)
+    write_atomically(Path(file).expanduser(), text.encode("utf-8", "backslashreplace").decode())
 
 
 def pass_rate(samples: Sequence[Mapping[str, Any]], success: Success) -> float | None:

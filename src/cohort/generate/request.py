@@ -22,7 +22,8 @@ from cohort.evaluation.evaluate import eval_sampling
 from cohort.flags import GenerateFlags
 from cohort.policy import context_length, end_token_ids
 from cohort.rollout import Sampling
-from cohort.runs.chosen import check_nothing_missing, run_of, settings_of_run
+from cohort.runs.chosen import check_nothing_missing, run_of
+from cohort.runs.settings import settings_of_run
 from cohort.types import Prompt
 
 DEFAULT_TOKENS = 256

@@ -28,8 +28,8 @@ from cohort.generate.request import (
 from cohort.generate.show import InOrder, Meter, TextStream, headline, record, transcript, write_stdout
 from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
-from cohort.runs import as_json
 from cohort.runs.chosen import model_of, run_of
+from cohort.runs.lines import as_json
 from cohort.types import Completion, FinishReason, Group
 
 BATCHES_PER_CALL = 4

@@ -12,6 +12,7 @@ from typing import Literal
 from cohort.config import GRPOConfig, load_config
 from cohort.errors import ConfigError
 from cohort.flags import LaunchFlags
+from cohort.workers import usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Job:
     def threads(self) -> int:
         """Threads of a rank: OMP_NUM_THREADS, or the cores of this machine divided by its ranks."""
         given = os.environ.get("OMP_NUM_THREADS", "")
-        return int(given) if given.isdecimal() else max(1, _cores() // self.ranks)
+        return int(given) if given.isdecimal() else max(1, usable_cores() // self.ranks)
 
     def log(self, rank: int) -> Path:
         """Where a rank prints; of rank 0, only the traceback of an unexpected error."""
@@ -109,7 +110,7 @@ def job_of(
     _check_total(ranks * flags.nnodes, flags.layout or layout, prompts, device)
     numbered = output_dir is None
     if output_dir is None:
-        from cohort.runs import RunFolder
+        from cohort.runs.folder import RunFolder
 
         output_dir = str(RunFolder.next_free("run" if training else "demo").path)
         arguments += ["--run.output_dir" if training else "--output-dir", output_dir]
@@ -232,7 +233,3 @@ def _gpus(device: str) -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

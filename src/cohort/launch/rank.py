@@ -6,7 +6,6 @@ and why in the folder NOTES. A rank whose launcher dies is killed (on Linux).
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import runpy
@@ -20,6 +19,7 @@ from pathlib import Path
 from cohort.errors import STOPPED
 from cohort.launch.ends import LOG_HEADER, End, note_path, write_note
 from cohort.launch.job import Job
+from cohort.orphans import end_with
 from cohort.watchdog import save_signal_ignored
 
 SECONDS_FOR_RANK_0 = 3.0
@@ -27,7 +27,6 @@ SECONDS_TO_END = 1.0
 """A rank that has failed is ended after this time: in open process groups, the end of the interpreter may wait for the
 other ranks."""
 INTERRUPTED = 130
-SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, from linux/prctl.h
 
 
 def write_command(notes: Path, job: Job, cwd: str | None = None) -> None:
@@ -47,7 +46,7 @@ def main() -> None:
     """Run this process's rank."""
     notes, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     command = json.loads((notes / "command.json").read_text(encoding="utf-8"))
-    _end_with(command["launcher"])
+    end_with(command["launcher"])
     os.chdir(command["cwd"])
     log = Job(tuple(command["arguments"]), Path(command["folder"]), ranks=1).log(rank)
     note_path(notes, rank).unlink(missing_ok=True)  # of an earlier attempt
@@ -105,14 +104,6 @@ def _end_soon() -> None:
     """Let the kernel end this process if its interpreter does not; what Python still has to do comes before."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, SECONDS_TO_END)
-
-
-def _end_with(launcher: int) -> None:
-    """Let the kernel kill this process when the launcher dies, however it dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != launcher:  # it has died already
-            os._exit(1)
 
 
 if __name__ == "__main__":

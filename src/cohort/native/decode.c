@@ -33,6 +33,7 @@ typedef struct {
     const void *q, *k, *v;
     void *out;
     int64_t q_stride, k_stride, v_stride, out_stride;
+    int64_t q_step;               /* numbers from one head's query to the next */
     const float *q_norm, *k_norm; /* factors of query-key norms; NULL: no norms */
     const float *cos, *sin;       /* [positions, rotated]; NULL: no rotation */
     const float *sinks;           /* a score of each query head, without a value; NULL: none */
@@ -134,7 +135,7 @@ INLINE void attend_item(const step *s, const layer *l, const int32_t *rows, int6
     for (int64_t i = 0; i < count; i++) {
         const int64_t own = s->row_lengths[rows[i]], position = length + own - 1;
         for (int64_t g = 0; g < group; g++)
-            prepare(l->q, rows[i] * l->q_stride + (head * group + g) * s->width, s, l, l->q_norm, l->q_eps, position,
+            prepare(l->q, rows[i] * l->q_stride + (head * group + g) * l->q_step, s, l, l->q_norm, l->q_eps, position,
                     q + (i * group + g) * padded, half);
         least = sooner(least, later(0, length + own - reach));
         if (!s->text || !i) fetch(own_slot(s, l->own_k, rows[i], head, half), own * padded * (half ? 2 : 4));

@@ -18,21 +18,6 @@ if TYPE_CHECKING:
 
 _MODULES = {"Full": "full", "Layout": "layout", "Replicate": "layout", "Sharded": "sharded", "layout_of": "choose"}
 
-__all__ = [
-    "Full",
-    "Layout",
-    "Replicate",
-    "Sharded",
-    "World",
-    "agreed",
-    "imbalance",
-    "layout_of",
-    "on_main",
-    "prompt_shares",
-    "shares",
-    "together",
-]
-
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:

@@ -149,13 +149,10 @@ class World:
         """
         if self.size == 1:
             return tensor
-        import torch
         import torch.distributed as dist
 
-        with self._exchange():
+        with self._exchange(of=tensor):
             dist.all_reduce(tensor, group=None if tensor.is_cuda else self.control)
-            if tensor.is_cuda:
-                torch.cuda.synchronize(tensor.device)
         return tensor
 
     def scatter_sum(self, parts: Tensor) -> Tensor:
@@ -170,10 +167,8 @@ class World:
         import torch.distributed as dist
 
         own = torch.empty_like(parts[0])
-        with self._exchange():
+        with self._exchange(of=own):
             _newest(dist, "reduce_scatter_single", "reduce_scatter_tensor")(own, parts.flatten())
-            if own.is_cuda:
-                torch.cuda.synchronize(own.device)
         return own
 
     def join(self, part: Tensor) -> Tensor:
@@ -184,14 +179,11 @@ class World:
         """
         if self.size == 1:
             return part[None]
-        import torch
         import torch.distributed as dist
 
         parts = part.new_empty(self.size * len(part))
-        with self._exchange():
+        with self._exchange(of=part):
             _newest(dist, "all_gather_single", "all_gather_into_tensor")(parts, part.contiguous())
-            if part.is_cuda:
-                torch.cuda.synchronize(part.device)
         return parts.view(self.size, -1)
 
     def tell(self, name: str, text: str) -> None:
@@ -229,8 +221,9 @@ class World:
                 dist.destroy_process_group()
 
     @contextmanager
-    def _exchange(self, meet: Callable[[], None] | None = None) -> Iterator[None]:
-        """Wait for the other ranks, by ``meet`` or a barrier, then run the block; count the seconds of both."""
+    def _exchange(self, meet: Callable[[], None] | None = None, of: Tensor | None = None) -> Iterator[None]:
+        """Wait for the other ranks, by ``meet`` or a barrier, then run the block, which exchanges the tensor ``of``;
+        count the seconds of both."""
         import torch
         import torch.distributed as dist
 
@@ -240,6 +233,8 @@ class World:
                 meet() if meet else dist.barrier(group=self.control)
             met = time.perf_counter()
             yield
+            if of is not None and of.is_cuda:
+                torch.cuda.synchronize(of.device)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of gloo or NCCL
@@ -283,9 +278,9 @@ def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(data).view(dtype).view(shape)
 
 
-def local_ranks(variables: Mapping[str, str] = os.environ) -> int:
+def local_ranks() -> int:
     """Ranks on this machine, which share its memory."""
-    return max(1, _number(variables, "LOCAL_WORLD_SIZE", _number(variables, "WORLD_SIZE", 1)))
+    return max(1, _number(os.environ, "LOCAL_WORLD_SIZE", _number(os.environ, "WORLD_SIZE", 1)))
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from cohort.parallel.full import class_before_sharding
+from cohort.policy.mixers import FAMILIES as MIXERS
+from cohort.policy.mixers import Mixer, mixer_of
 from cohort.policy.parts import Experts, Gated, Joint, Linear, Norm, UnsupportedModel, need, need_window_of_type
 
-SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "vaultgemma"})
+SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "qwen3_5_text", "vaultgemma"})
 """Families whose norms multiply by 1 + weight."""
 WINDOWS_OF_CONFIG = frozenset({"mistral", "mixtral", "phi3", "qwen3_moe"})
 """Families with one window for all layers, which their modules do not store."""
@@ -33,7 +35,7 @@ FAMILIES = (
     | frozenset({"granite", "helium", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "llama"})
     | frozenset({"mellum", "minimax_m2", "ministral", "olmo2", "olmo3", "olmoe", "qwen2", "qwen2_moe", "qwen3"})
     | frozenset({"seed_oss", "smollm3", "solar_open"})
-    | SHIFTED_NORMS | WINDOWS_OF_CONFIG | ROTATED_WITHIN_WINDOWS | NORMED_AFTER_ROTATION
+    | frozenset(MIXERS) | SHIFTED_NORMS | WINDOWS_OF_CONFIG | ROTATED_WITHIN_WINDOWS | NORMED_AFTER_ROTATION
 )  # fmt: skip
 """Values of ``config.model_type`` whose code has been read: what a trial of a few tokens does not show, such as factors
 that change beyond a length, is known of them."""
@@ -43,6 +45,8 @@ LOGIT_DIVISORS = ("logits_mup_width_multiplier", "logits_scaling")
 multiplies)."""
 STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn", "ntk_alpha"})
 """Types of rotary embeddings that depend on the position only, not on the length of the sequence."""
+MLPS = ("mlp", "feed_forward", "shared_mlp")
+"""Names of a layer's MLP."""
 Names = tuple[str | None, str | None, str | None, str | None]
 ARRANGEMENTS: tuple[Names, ...] = (
     ("input_layernorm", None, "post_attention_layernorm", None),
@@ -51,6 +55,7 @@ ARRANGEMENTS: tuple[Names, ...] = (
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("operator_norm", None, "ffn_norm", None),
     ("input_layernorm", None, None, None),
 )
 """The names of a layer's norms: before and after the attention, before and after the MLP. In the last, attention and
@@ -64,7 +69,12 @@ class Layer:
     module: Any
     """The module of transformers."""
     before_attention: Norm | None
+    mixer: Mixer | None
+    """What is there in place of attention. None: attention."""
     qkv: Joint
+    """Queries, keys and values, or what the mixer reads."""
+    gated: bool
+    """Whether each query has a gate beside it, of whose sigmoid the attention's output is multiplied (Qwen 3.5)."""
     qk_norms: tuple[Norm, Norm] | None
     """Over a head, or over all heads at once."""
     normed_after_rotation: bool
@@ -95,7 +105,7 @@ class Layer:
     @property
     def sinks(self) -> Tensor | None:
         """A score of each query head that takes part in the softmax and has no value, ``[A]`` (gpt-oss)."""
-        sinks: Tensor | None = getattr(self.module.self_attn, "sinks", None)
+        sinks: Tensor | None = getattr(getattr(self.module, "self_attn", None), "sinks", None)
         return sinks
 
     def norms_whole(self, head_dim: int) -> bool:
@@ -147,15 +157,17 @@ class Anatomy:
         shifted = family in SHIFTED_NORMS
         embedding = body.embed_tokens
         need(isinstance(embedding, nn.Embedding), f"its embedding is a {type(embedding).__name__}")
-        activation = getattr(config, "hidden_activation", None) or config.hidden_act
+        activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
         need(activation in {"silu", "gelu_pytorch_tanh"}, f"the activation is {activation!r}")
         need(not getattr(config, "use_bidirectional_attention", False), "attention is bidirectional")
         need(getattr(config, "clip_qkv", None) is None, "queries, keys and values are clipped")
-        attention, rotary = body.layers[0].self_attn, _static_rotary(body.rotary_emb)
+        attentions = [found for layer in body.layers if (found := getattr(layer, "self_attn", None)) is not None]
+        need(bool(attentions), "it has no attention")
+        attention, rotary = attentions[0], _static_rotary(body.rotary_emb)
         return cls(
             embedding=embedding,
             layers=tuple(_layer(layer, number, config, rotary) for number, layer in enumerate(body.layers)),
-            norm=Norm.of(body.norm, shifted=shifted),
+            norm=Norm.of(body.embedding_norm if family == "lfm2" else body.norm, shifted=shifted),
             head=Linear.of(model, "lm_head"),
             num_heads=config.num_attention_heads,
             num_key_value_heads=config.num_key_value_heads,
@@ -177,6 +189,7 @@ class Anatomy:
         found: list[Tensor] = [self.embedding.weight, self.norm.weight]
         found += [norm.weight for layer in self.layers for norm in layer.norms]
         found += [layer.sinks for layer in self.layers if layer.sinks is not None]
+        found += [weight for mixer in self.mixers for weight in mixer.parameters]
         for linear in self.linears():
             found += [linear.weight, *([] if linear.bias is None else [linear.bias])]
             found += [weight for adapter in linear.adapters for weight in (adapter.a, adapter.b)]
@@ -216,6 +229,16 @@ class Anatomy:
         return cos[0], sin[0]
 
     @property
+    def attention_layers(self) -> list[int]:
+        """The numbers of the layers that have attention."""
+        return [number for number, layer in enumerate(self.layers) if layer.mixer is None]
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """Those of the layers that have no attention."""
+        return [layer.mixer for layer in self.layers if layer.mixer is not None]
+
+    @property
     def has_experts(self) -> bool:
         """Whether some layers have experts, which the model's own modules compute."""
         return any(isinstance(layer.mlp, Experts) for layer in self.layers)
@@ -238,40 +261,65 @@ def soft_cap(values: Tensor, cap: float | None) -> Tensor:
 
 
 def _layer(layer: Any, number: int, config: Any, rotary: Any) -> Layer:
-    attention, mlp, family = layer.self_attn, layer.mlp, config.model_type
-    for module in (layer, attention, mlp):
+    mlp, family = getattr(layer, str(_found(layer, *MLPS))), config.model_type
+    mixer = mixer_of(layer, family)
+    for module in (layer, layer.self_attn if mixer is None else mixer.module, mlp):
         kind = class_before_sharding(module)
         need(kind.__module__.startswith("transformers."), f"{kind.__name__} is not a class of transformers")
 
-    def norm(module: Any, name: str | None) -> Norm | None:
-        return None if name is None else Norm.of(getattr(module, name), shifted=family in SHIFTED_NORMS)
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else Norm.of(getattr(layer, name), shifted=family in SHIFTED_NORMS)
 
-    before_attention, after_attention, before_mlp, after_mlp = (norm(layer, name) for name in _arrangement(layer))
-    of_q = norm(attention, _found(attention, "q_norm", "query_layernorm"))
-    of_k = norm(attention, _found(attention, "k_norm", "key_layernorm"))
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    widths = [count * attention.head_dim for count in (heads, kv_heads, kv_heads)]
-    window = _window(attention, config)
-    need_window_of_type(config, number, window)
-    rope: str | None = config.layer_types[number] if isinstance(rotary.rope_type, dict) else ""
-    only_windows = family in ROTATED_WITHIN_WINDOWS and (family == "cohere2" or config.sliding_window is not None)
-    if not getattr(attention, "use_rope", True) or (only_windows and window is None):
-        rope = None
+    before_attention, after_attention, before_mlp, after_mlp = map(norm, _arrangement(layer))
+    if mixer is None:
+        parts = _attention(layer.self_attn, number, config, rotary)
+    else:
+        output = Linear.of(mixer.module, mixer.output)
+        parts = dict.fromkeys(("qk_norms", "window", "rope"), None)
+        parts |= {"qkv": mixer.inputs(), "output": output, "gated": False}
     return Layer(
         module=layer,
+        mixer=mixer,
         before_attention=before_attention,
-        qkv=Joint.of(attention, ["q_proj", "k_proj", "v_proj"], "qkv_proj", widths),
-        qk_norms=None if of_q is None or of_k is None else (of_q, of_k),
         normed_after_rotation=family in NORMED_AFTER_ROTATION,
-        output=Linear.of(attention, "o_proj"),
         after_attention=after_attention,
         before_mlp=before_mlp,
-        mlp=Gated.of(mlp) if hasattr(mlp, "down_proj") else Experts(layer),
+        mlp=Gated.of(mlp) if Gated.names(mlp) else Experts(layer),
         parallel=before_attention is not None and before_mlp is None,
         after_mlp=after_mlp,
-        window=window,
-        rope=rope,
+        **parts,
     )
+
+
+def _attention(attention: Any, number: int, config: Any, rotary: Any) -> dict[str, Any]:
+    """What a layer has of attention."""
+    family, shifted = config.model_type, config.model_type in SHIFTED_NORMS
+    of_q, of_k = (
+        None if (name := _found(attention, *names)) is None else Norm.of(getattr(attention, name), shifted=shifted)
+        for names in (("q_norm", "query_layernorm", "q_layernorm"), ("k_norm", "key_layernorm", "k_layernorm"))
+    )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    gated = hasattr(attention, "q_proj") and _width(attention.q_proj) == 2 * heads * attention.head_dim
+    widths = [count * attention.head_dim for count in (heads * (2 if gated else 1), kv_heads, kv_heads)]
+    window = _window(attention, config)
+    need_window_of_type(config, number, window)
+    rope: str | None = None
+    only_windows = family in ROTATED_WITHIN_WINDOWS and (family == "cohere2" or config.sliding_window is not None)
+    if rotary is not None and getattr(attention, "use_rope", True) and not (only_windows and window is None):
+        rope = config.layer_types[number] if isinstance(rotary.rope_type, dict) else ""
+    return {
+        "qkv": Joint.of(attention, ["q_proj", "k_proj", "v_proj"], "qkv_proj", widths),
+        "gated": gated,
+        "qk_norms": None if of_q is None or of_k is None else (of_q, of_k),
+        "output": Linear.of(attention, "o_proj" if hasattr(attention, "o_proj") else "out_proj"),
+        "window": window,
+        "rope": rope,
+    }
+
+
+def _width(linear: Any) -> int:
+    """Numbers that a linear map returns, with adapters or without."""
+    return int(getattr(linear, "base_layer", linear).out_features)
 
 
 def _found(module: Any, *names: str) -> str | None:
@@ -282,7 +330,8 @@ def _found(module: Any, *names: str) -> str | None:
 def _arrangement(layer: Any) -> Names:
     """Which norms a layer has, by their names."""
     plain = (nn.Dropout, nn.Identity)
-    names = {name for name, module in layer.named_children() if not isinstance(module, plain)} - {"self_attn", "mlp"}
+    names = {name for name, module in layer.named_children() if not isinstance(module, plain)}
+    names -= {"self_attn", *MLPS, *(kind.name for kind in MIXERS.values())}
     for arrangement in ARRANGEMENTS:
         if names == set(arrangement) - {None}:
             return arrangement
@@ -302,6 +351,8 @@ def _rotates_neighbours(attention: Any) -> bool:
 
 
 def _static_rotary(rotary: Any) -> Any:
+    if rotary is None:  # Granite 4 without positions
+        return None
     kinds = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
     for kind in kinds:
         need(kind in STATIC_ROPES, f"its rotary embedding is {kind!r}, which changes with the sequence's length")

@@ -82,7 +82,8 @@ class Tails:
 
     def __init__(self, starts: Sequence[int], count: int, device: torch.device) -> None:
         tokens, sequences = starts[-1], len(starts) - 1
-        self.count = count
+        self.count, self.tokens = count, tokens
+        self.starts = torch.tensor(starts, device=device)
         tail = torch.arange(count)
         # Indices on axis E into tokens with the tails after them.
         parts = []

@@ -65,9 +65,10 @@ class Fused:
             return out
         return rotated(x_TAD.to(self.wide), cos_TR[:, None], sin_TR[:, None], neighbours=neighbours).to(self.narrow)
 
-    def gate(self, gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
-        """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype."""
-        gate, up = gate.to(self.narrow), up.to(self.narrow)  # adapters may return a wider dtype
+    def gate(self, gate: Tensor, up: Tensor, *, gelu: bool, wide: bool = False) -> Tensor:
+        """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype, or in the wide one."""
+        dtype = self.wide if wide else self.narrow
+        gate, up = gate.to(dtype), up.to(dtype)  # adapters may return a wider dtype
         if self.native:
             out: Tensor = _Gate.apply(gate, up, gelu)  # type: ignore[no-untyped-call]
             return out
@@ -87,6 +88,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> Tensor:
         turned = torch.cat([-second, first], dim=-1)
     x = x * cos + turned * sin
     return torch.cat([x, rest], dim=-1) if rest.shape[-1] else x
+
+
+def split_gate(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Queries that each have a gate beside them, ``[T, A 2 D]``, and those gates: ``[T, A D]`` each."""
+    parts = q.unflatten(-1, (-1, 2, width))
+    return parts[:, :, 0].flatten(1), parts[:, :, 1].flatten(1)
+
+
+def gated(out_T: Tensor, gate_TW: Tensor | None) -> Tensor:
+    """An attention's output, ``[T, ...]``, times the sigmoid of its gate; ``[T, W]``."""
+    out_TW = out_T.flatten(1)
+    return out_TW if gate_TW is None else out_TW * gate_TW.sigmoid()
 
 
 class _AddNorm(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch.nn import functional
 from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.anatomy import Anatomy, Layer
 from cohort.policy.compute import ComputeModel
-from cohort.policy.fused import Fused
+from cohort.policy.fused import Fused, gated, split_gate
 from cohort.policy.head import gradient_of, in_like_shapes, takes_in_place
 from cohort.policy.parts import Experts, Gated, Norm, need
 from cohort.policy.passes import Hidden, PackedPass
@@ -74,10 +74,10 @@ class LeanLayers:
             x, update = self._layer(*arguments)
         if packed.read is None:
             return x, update, None
+        own = [key for key in packed.read if key == number or (isinstance(key, tuple) and key[0] == number)]
         if is_gathered(layer):  # whose results are no views
-            k, v = packed.read[number]
-            packed.read[number] = k.clone(), v.clone()
-        return x, update, packed.read[number]
+            packed.read |= {key: tuple(part.clone() for part in packed.read[key]) for key in own}
+        return x, update, tuple(part for key in own for part in packed.read[key])
 
     def _embed(self, ids_T: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
@@ -99,32 +99,43 @@ class LeanLayers:
         only those of the tokens that ``packed.select`` selects."""
         anatomy, layer = self.anatomy, self.anatomy.layers[number]
         x, normed = self._add_norm(x, update, layer.before_attention)
-        q, k, v = self._queries_keys_values(layer, normed, angles)
         last = number + 1 == len(anatomy.layers)
-        if packed.read is not None and last:
-            packed.record(number, k, v)  # nothing reads the rest of the layer
-            return x, None
         drawn_N = packed.drawn_N if last else None
-        out_ATD = packed.attend(number, q, k, v, anatomy.scaling, layer.window, anatomy.score_cap, drawn_N, layer.sinks)
-        out_TAD = out_ATD.transpose(0, 1)
+        mixed = self._mixed(number, normed, angles, packed, drawn_N)
+        if packed.read is not None and last:  # nothing reads the rest of the layer
+            return x, None
         if drawn_N is not None:
             index_N = in_like_shapes(drawn_N).to(x.device)
-            x, out_TAD = x.index_select(0, index_N), out_TAD.index_select(0, index_N)
+            x, mixed = x.index_select(0, index_N), mixed.index_select(0, index_N)
             normed = normed.index_select(0, index_N) if layer.parallel else normed
-        update = self._scaled(layer.output(out_TAD.flatten(1)), layer.after_attention)
+        update = self._scaled(layer.output(mixed), layer.after_attention)
         if layer.parallel:
             return x, update + self._scaled(self._mlp(layer.mlp, normed), None)
         x, normed = self._add_norm(x, update, layer.before_mlp)
         return x, self._scaled(self._mlp(layer.mlp, normed), layer.after_mlp)
 
-    def _queries_keys_values(self, layer: Layer, normed: Tensor, angles: Angles) -> list[Tensor]:
-        """Normed and rotated, ``[A, T, D]`` each."""
+    def _mixed(self, number: int, normed: Tensor, angles: Angles, packed: PackedPass, drawn_N: Tensor | None) -> Tensor:
+        """What a layer projects to its first update, ``[T, width]``; of a pass that only reads, nothing in its last
+        layer."""
+        anatomy, layer = self.anatomy, self.anatomy.layers[number]
+        if layer.mixer is not None:
+            return layer.mixer(layer.qkv(normed), packed, self.fused)
+        (q, k, v), gate = self._queries_keys_values(layer, normed, angles)
+        if packed.read is not None and number + 1 == len(anatomy.layers):
+            packed.record(number, k, v)
+            return normed
+        out_ATD = packed.attend(number, q, k, v, anatomy.scaling, layer.window, anatomy.score_cap, drawn_N, layer.sinks)
+        return gated(out_ATD.transpose(0, 1), gate)
+
+    def _queries_keys_values(self, layer: Layer, normed: Tensor, angles: Angles) -> tuple[list[Tensor], Tensor | None]:
+        """Normed and rotated, ``[A, T, D]`` each; and the gate of the output, ``[T, A D]``."""
         anatomy, fused, whole = self.anatomy, self.fused, layer.norms_whole(self.anatomy.head_dim)
 
         def norms(q: Tensor, k: Tensor) -> Sequence[Tensor]:
             return [self._norm(part, norm) for part, norm in zip((q, k), layer.qk_norms or (), strict=True)]
 
         q, k, v = layer.qkv(normed)
+        q, gate = split_gate(q, anatomy.head_dim) if layer.gated else (q, None)
         if whole:
             q, k = norms(q, k)
         q, k, v = (torch.unflatten(part, -1, (-1, anatomy.head_dim)) for part in (q, k, v))
@@ -135,7 +146,7 @@ class LeanLayers:
             q, k = (fused.rotate(part, *angles[layer.rope], neighbours=anatomy.neighbours) for part in (q, k))
         if normed_by_head and layer.normed_after_rotation:
             q, k = norms(q, k)
-        return [part.to(fused.narrow).transpose(0, 1) for part in (q, k, v)]
+        return [part.to(fused.narrow).transpose(0, 1) for part in (q, k, v)], gate
 
     def _mlp(self, mlp: Gated | Experts, normed: Tensor) -> Tensor:
         if isinstance(mlp, Experts):

@@ -158,6 +158,14 @@ class Norm:
         return norm(x, x.shape[-1:], factor, eps=self.eps)
 
 
+GATED = (
+    ("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    ("w1", "w3", "", "w2"),
+    ("", "", "input_linear", "output_linear"),
+)
+"""Names of the linear maps of MLPs: gate, up, both in one, down."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gated:
     """An MLP with a gate: ``down(act(gate x) * up x)``."""
@@ -170,12 +178,18 @@ class Gated:
         """All of its linear maps."""
         return (*self.gate_up.linears, self.down)
 
+    @staticmethod
+    def names(module: Any) -> tuple[str, str, str, str] | None:
+        """Those of its linear maps: gate, up, both in one, down. None: it is something else."""
+        return next((names for names in GATED if hasattr(module, names[-1])), None)
+
     @classmethod
     def of(cls, module: Any) -> Gated:
         """Read an MLP."""
-        down = Linear.of(module, "down_proj")
+        gate, up, both, last = cls.names(module) or GATED[0]
+        down = Linear.of(module, last)
         widths = [down.module.in_features] * 2
-        return cls(Joint.of(module, ["gate_proj", "up_proj"], "gate_up_proj", widths), down)
+        return cls(Joint.of(module, [gate, up], both, widths), down)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,25 +23,24 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from cohort.errors import ModelError
+from cohort.native import DTYPES
 from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.attention import packed_attention
 from cohort.policy.compute import ComputeModel, modes_restored
 from cohort.policy.context import longrope_length
+from cohort.policy.convolution import convolve
 from cohort.policy.device import kind_of
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.layout import Layout
-from cohort.policy.recurrent import Recurrence
+from cohort.policy.recurrent import Recurrence, Recurring, StateKey
 from cohort.policy.rows import PackedRows
 
 KeysValues = dict[Any, tuple[Tensor, ...]]
 """What layers keep of prompts without their last tokens: by layer, the keys and values, ``[A, X, D]`` each, end to end;
 of a recurrent layer, by layer and name, its state after each prompt that has such tokens, ``[P, ...]``."""
-
-
-StateKey = tuple[int, str]
-"""A recurrent layer, and the name of one of its states."""
 
 
 class Prefixes:
@@ -125,7 +124,7 @@ class Passes(Protocol):
         """The last hidden states that predict the drawn tokens of rows."""
 
 
-class Mixing(Protocol):
+class Mixing(Recurring, Protocol):
     """What mixes the tokens of one forward pass: its attention, convolutions and recurrences."""
 
     tokens: int
@@ -147,12 +146,6 @@ class Mixing(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """One layer's attention; ``[A, T, D]`` each, padding included. The rest: see ``packed_attention``."""
-
-    def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
-        """A causal convolution by channel, which begins with what the tokens continue; ``weight`` is ``[H, width]``."""
-
-    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
-        """A recurrence, which begins with the states of what the tokens continue; ``zeros`` is the state of nothing."""
 
 
 class Body(Protocol):
@@ -252,18 +245,25 @@ class PackedPass:
             tokens = self.layout.tokens
             self.read.setdefault(layer, (k[:, :tokens], v[:, :tokens]))  # once: checkpointing runs a layer again
 
-    def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
-        """See ``Mixing``."""
-        tails = self.layout.tails(weight.shape[1] - 1)
-        out, after = tails.convolve(x_TH, self._before(key, x_TH.new_zeros(tails.count, x_TH.shape[1])), weight)
+    def convolve(
+        self, key: StateKey, x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, **flags: bool
+    ) -> Tensor:
+        """See ``Recurring``."""
+        (channels, width), native = weight.shape, self.native and x_TH.dtype in DTYPES
+        tails = self.layout.tails(width - 1)
+        zeros = x_TH.new_zeros(tails.count, channels, dtype=torch.float32 if native else None)
+        before = self._before(key, zeros)
+        out, after = convolve(x_TH, before, weight, bias, tails, native=native, **flags)
         self._record_state(key, after)
         return out
 
     def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
-        """See ``Mixing``."""
-        out, after = recurrence.over(*values, self.layout.chunks, self._before(key, zeros))
+        """See ``Recurring``."""
+        native = self.native and zeros.dtype == torch.float32
+        out, after = recurrence.over(*values, self.layout.chunks, self._before(key, zeros), native=native)
         self._record_state(key, after)
-        return out
+        padding = len(values[0]) - len(out)
+        return functional.pad(out, (0, 0) * (out.ndim - 1) + (0, padding)) if padding else out
 
     def _record_state(self, key: StateKey, states: Tensor) -> None:
         if self.read is not None:

@@ -10,18 +10,27 @@ width of keys, D width of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cohort.policy.chunk_products import decayed, solved
 from cohort.policy.chunks import Chunks
 
 
 def delta_rule(
-    q_TGK: Tensor, k_TGK: Tensor, v_TAD: Tensor, decay_TA: Tensor, beta_TA: Tensor, chunks: Chunks, state: Tensor
+    q_TGK: Tensor,
+    k_TGK: Tensor,
+    v_TAD: Tensor,
+    decay_TA: Tensor,
+    beta_TA: Tensor,
+    chunks: Chunks,
+    state: Tensor,
+    *,
+    native: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule, by chunks::
 
@@ -34,6 +43,7 @@ def delta_rule(
         beta_TA: how much of a value is written.
         chunks: the sequences.
         state: S before each sequence, ``[S, A, K, D]``.
+        native: whether to use native kernels, in float32.
 
     Returns:
         out, ``[T, A, D]``, and S after each sequence.
@@ -47,14 +57,12 @@ def delta_rule(
     v = chunks.cut(v_TAD, fill=False).transpose(1, 2).unflatten(1, shape)
     decay, beta = (chunks.cut(part).transpose(1, 2).unflatten(1, shape) for part in (decay_TA, beta_TA))
     passed = decay.double().cumsum(-1)  # since the beginning of the chunk
-    between = _decay_between(passed, decay.dtype)
     grown = passed.to(decay.dtype).exp()[..., None]
     # Inside a chunk: (1 + L) u = beta v and (1 + L) w = beta exp(passed) k, with L the strictly lower triangle of
     # beta_i exp(passed_i - passed_j) k_i . k_j. What is written is u - w S for the state S before the chunk.
-    lower = (k @ k.mT) * between * beta[..., None]
+    lower = decayed((k @ k.mT)[:, :, 0], passed, native=native) * beta[..., None]
     weighted = torch.cat([v, k * grown], -1) * beta[..., None]
-    solved = torch.linalg.solve_triangular(lower, weighted, upper=False, unitriangular=True).flatten(1, 2)
-    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
+    u, w = solved(lower, weighted, native=native).flatten(1, 2).split([v.shape[-1], k.shape[-1]], -1)
     left = _decay_after(passed, decay.dtype)[..., None]
     keys = (k * left).flatten(1, 2).mT
     whole = grown[..., -1:, :].flatten(1, 2)
@@ -68,12 +76,21 @@ def delta_rule(
         return adding
 
     before, after = _carry(chunks, state, whole, added)
-    out: Tensor = (q * grown).flatten(1, 2) @ before + ((q @ k.mT) * between).flatten(1, 2) @ torch.cat(written)
+    scores = decayed((q @ k.mT)[:, :, 0], passed, native=native).flatten(1, 2)
+    out: Tensor = (q * grown).flatten(1, 2) @ before + scores @ torch.cat(written)
     return chunks.join(out.transpose(1, 2)), after
 
 
 def state_space(
-    x_TAD: Tensor, step_TA: Tensor, decay_A: Tensor, b_TGK: Tensor, c_TGK: Tensor, chunks: Chunks, state: Tensor
+    x_TAD: Tensor,
+    step_TA: Tensor,
+    decay_A: Tensor,
+    b_TGK: Tensor,
+    c_TGK: Tensor,
+    chunks: Chunks,
+    state: Tensor,
+    *,
+    native: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The state space of Mamba 2, by chunks::
 
@@ -86,6 +103,7 @@ def state_space(
         b_TGK, c_TGK: keys and queries. Each is used by R = A / G neighbouring heads.
         chunks: the sequences.
         state: S before each sequence, ``[S, A, D, K]``.
+        native: whether to use native kernels, in float32.
 
     Returns:
         out, ``[T, A, D]``, and S after each sequence.
@@ -98,7 +116,7 @@ def state_space(
     b, c = (chunks.cut(part, fill=False).transpose(1, 2) for part in (b_TGK, c_TGK))  # [J, G, C, K]
     x = (chunks.cut(x_TAD, fill=False) * step[..., None]).transpose(1, 2)  # [J, A, C, D]
     passed = (step * decay_A).double().transpose(1, 2).cumsum(-1)  # [J, A, C]
-    scores = (c @ b.mT)[:, :, None] * _decay_between(passed, step.dtype).unflatten(1, shape)
+    scores = decayed(c @ b.mT, passed.unflatten(1, shape), native=native)
     out = scores.flatten(1, 2) @ x
     # What a chunk adds to the state, [J, G, K, R, D]: one product for the heads of a group.
     left = _decay_after(passed, step.dtype)[..., None]
@@ -145,11 +163,28 @@ def space_step(x_SAD: Tensor, step_SA: Tensor, decay_A: Tensor, b_SGK: Tensor, c
     return read + new * (b @ c).view(count, groups, 1, 1).expand(-1, -1, heads // groups, -1).flatten(1, 2)
 
 
+StateKey = tuple[int, str]
+"""A recurrent layer, and the name of one of its states."""
+
+
 class Recurrence(NamedTuple):
     """A recurrence, over packed sequences and for one token of each sequence."""
 
     over: Callable[..., tuple[Tensor, Tensor]]
     step: Callable[..., Tensor]
+
+
+class Recurring(Protocol):
+    """What mixes the tokens of recurrent layers in one forward pass, each sequence after the state that what it
+    continues left. Inputs may have padding after the tokens; outputs have as much."""
+
+    def convolve(
+        self, key: StateKey, x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, **flags: bool
+    ) -> Tensor:
+        """A causal convolution by channel; see ``policy.convolution.convolve``."""
+
+    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
+        """A recurrence; ``zeros`` is the state of nothing."""
 
 
 DELTA_RULE = Recurrence(delta_rule, delta_step)
@@ -180,14 +215,6 @@ def _carry(
         before.append(state)
         state = state * decay[step] + added(step, state)
     return torch.cat(before), chunks.unsorted(torch.cat([state, *reversed(ended)]))
-
-
-def _decay_between(passed: Tensor, dtype: torch.dtype) -> Tensor:
-    """``exp(passed_i - passed_j)`` for i >= j, else 0: ``[..., C]`` to ``[..., C, C]``. Sums over a chunk are in
-    float64: in float32 the difference of two large ones would have few digits left."""
-    size = passed.shape[-1]
-    later = torch.ones(size, size, dtype=torch.bool, device=passed.device).triu(1)
-    return (passed[..., :, None] - passed[..., None, :]).to(dtype).masked_fill(later, -torch.inf).exp()
 
 
 def _decay_after(passed: Tensor, dtype: torch.dtype) -> Tensor:

@@ -47,10 +47,10 @@ class LayerPass:
         """Tokens without padding."""
         return self._mixing.tokens
 
-    def convolve(self, x_TH: Tensor, weight: Tensor) -> Tensor:
+    def convolve(self, x_TH: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
         """See ``Mixing``. A layer may have several convolutions."""
         self._convolutions += 1
-        return self._mixing.convolve((self._layer, f"convolution {self._convolutions}"), x_TH, weight)
+        return self._mixing.convolve((self._layer, f"convolution {self._convolutions}"), x_TH, weight, bias, silu=silu)
 
     def recur(self, recurrence: Recurrence, *values: Tensor, zeros: Tensor) -> Tensor:
         """See ``Mixing``."""
@@ -131,12 +131,8 @@ def _convolution(
     layer: LayerPass = others[ARGUMENT]
     x_TH = x_1HT[0].T
     tokens = layer.tokens
-    out = layer.convolve(x_TH[:tokens], weight)
-    if bias is not None:
-        out = out + bias
-    if activation is not None:
-        need(activation in {"silu", "swish"}, f"a convolution has the activation {activation!r}")
-        out = functional.silu(out)
+    need(activation in {None, "silu", "swish"}, f"a convolution has the activation {activation!r}")
+    out = layer.convolve(x_TH[:tokens], weight, bias, silu=activation is not None)
     return functional.pad(out.to(x_1HT.dtype), (0, 0, 0, len(x_TH) - tokens)).T[None]
 
 

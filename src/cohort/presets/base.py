@@ -10,7 +10,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from types import NoneType
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -63,7 +63,14 @@ class Part(Checked):
     """The rule in words: a format string over its numbers."""
     source: ClassVar[str] = ""
     """The paper."""
+    bounds: ClassVar[str] = ""
+    """What errors call ``low`` and ``high`` where they are bounds on a ratio, which must contain 1."""
     rule: str
+
+    def problems(self) -> Iterable[str]:
+        """See ``Checked``: bounds on a ratio that are out of order, or do not contain 1."""
+        numbers = self.numbers()
+        return bounds_problems(self.bounds, numbers["low"], numbers["high"]) if self.bounds else ()
 
     def words(self) -> str:
         """The formula with its numbers."""
@@ -162,7 +169,7 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def bounds_problems(rule: str, low: float, high: float, why: str = "") -> Iterator[str]:
+def bounds_problems(rule: str, low: Any, high: Any, why: str = "") -> Iterator[str]:
     """Whether bounds on a ratio are out of order or do not contain 1; ``why`` ends the message about the latter."""
     if low >= high:
         yield f"{rule}: low ({low:g}) must be below high ({high:g}); both are bounds on the ratio itself"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cohort.presets.base import Bound, Ddof, Part, Positive, PositiveInt, Weight, bounds_problems
+from cohort.presets.base import Bound, Ddof, Part, Positive, PositiveInt, Weight
 
 GROUP_BASELINES = ("group_mean", "leave_one_out", "length_weighted", "second_best")
 """Baselines that compare a completion with the others of its group."""
@@ -147,14 +147,11 @@ class MismatchWeight(Part):
 
     rule: Literal["weight"] = "weight"
     source = "mask at level token: IcePop (arXiv 2510.18855)"
+    bounds = "mismatch weight"
     level: Literal["token", "sequence", "geometric"] = "token"
     mode: Literal["truncate", "mask", "reject"] = "truncate"
     low: Bound = 0.0
     high: Bound = 2.0
-
-    def problems(self) -> Iterator[str]:
-        """Require low <= 1 <= high."""
-        return bounds_problems("mismatch weight", self.low, self.high)
 
     def words(self) -> str:
         """The factor, and the level of rho."""
@@ -172,12 +169,9 @@ class Veto(Part):
 
     rule: Literal["veto"] = "veto"
     formula = "sequences with a token of rho = old / sampler outside [{low:g}, {high:g}] are dropped"
+    bounds = "veto"
     low: Bound = 1e-4
     high: Bound = 1e4
-
-    def problems(self) -> Iterator[str]:
-        """Require low <= 1 <= high."""
-        return bounds_problems("veto", self.low, self.high)
 
 
 class OffPolicyMask(Part):

@@ -59,6 +59,7 @@ class Mask(Rule):
 
     rule: Literal["mask"] = "mask"
     formula = "r A; none where r outside [{low:g}, {high:g}]"
+    bounds = "mask"
     low: Bound = 0.5
     high: Bound = 5.0
     signed: bool = False
@@ -67,10 +68,6 @@ class Mask(Rule):
         """The formula, by the sign of A if ``signed``."""
         signed = f"r A; none where A > 0 and r > {self.high:g}, or A < 0 and r < {self.low:g}"
         return signed if self.signed else super().words()
-
-    def problems(self) -> Iterator[str]:
-        """Require low <= 1 <= high."""
-        return bounds_problems("mask", self.low, self.high)
 
 
 class Cap(Rule):
@@ -158,12 +155,9 @@ class GMPO(Rule):
     source = "GMPO (arXiv 2507.20673)"
     only_level = ("sequence_mean", "a geometric mean over the sequence")
     of_single_tokens = True
+    bounds = "gmpo"
     low: Bound = math.exp(-0.4)
     high: Bound = math.exp(0.4)
-
-    def problems(self) -> Iterator[str]:
-        """Require low <= 1 <= high."""
-        return bounds_problems("gmpo", self.low, self.high)
 
 
 class FIPO(PPOClip):
@@ -204,14 +198,11 @@ class GradientPreservingClip(Rule):
         "{beta_high:g} * {high:g} where A > 0 and r > {high:g}"
     )
     source = "GPPO (arXiv 2508.07629), CE-GPPO (2509.20712)"
+    bounds = "gppo"
     low: Bound = 0.8
     high: Bound = 1.2
     beta_low: Weight = 1.0
     beta_high: Weight = 1.0
-
-    def problems(self) -> Iterator[str]:
-        """Require low <= 1 <= high."""
-        return bounds_problems("gppo", self.low, self.high)
 
 
 class Taper(Rule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,9 @@ import torch
 from rich.console import Console
 
 from cohort.config import GRPOConfig, hidden_settings, load_config, parse_settings
+from cohort.config.of_run import only_settings
 from cohort.errors import CohortError, ConfigError, NonFiniteError, RunFolderError
+from cohort.flags import ReplayFlags
 from cohort.objective import Objective, soft_overlong_punishment, try_user_functions
 from cohort.policy import load_tokenizer
 from cohort.presets import changes_between, preset, setting_names
@@ -25,7 +27,10 @@ from cohort.replay.compare import Pair
 from cohort.replay.show import sentence, show
 from cohort.replay.stored import Known, Stored, read_step, stored_steps
 from cohort.replay.weights import Before
-from cohort.runs import as_json, check_code, check_files, steps_of, write_atomically
+from cohort.runs.durable import write_atomically
+from cohort.runs.lines import as_json
+from cohort.runs.reading import steps_of
+from cohort.runs.trust import check_code, check_files
 
 VERSION = 1
 """Of the result; see docs/replay.md."""
@@ -33,20 +38,11 @@ LARGE_GAP = 0.01
 """A difference of log-probs, in nats, that other passes over the same weights do not explain in float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+@dataclass(frozen=True)
+class Request(ReplayFlags):
     """The arguments of ``cohort replay``; see its ``--help``."""
 
     run: str
-    step: int | None = None
-    objective: str | None = None
-    changes: Sequence[str] = ()
-    name: str | None = None
-    as_json: bool = False
-    no_model: bool = False
-    train: bool = False
-    output: str | None = None
-    trust: str | None = None
 
 
 def run(request: Request) -> int:
@@ -58,12 +54,12 @@ def run(request: Request) -> int:
         _check_writable(place)
     result = replay(folder, request)
     text = as_json(result, indent=1)
-    if request.as_json:
+    if request.json:
         print(text, end="", flush=True)
     target = place / ("replay.json" if request.train else f"step-{result['step']}-{result['name']}.json")
     place.mkdir(exist_ok=True)
     write_atomically(target, text)
-    if request.as_json:
+    if request.json:
         return 0
     console = Console(width=None if Console().is_terminal else 120, soft_wrap=True, highlight=False)
     show(result, console)
@@ -107,6 +103,8 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
     """The settings of the run."""
     if not (folder / "config.toml").is_file():
         raise RunFolderError(f"{folder} is not a run folder: it has no config.toml")
+    if not (folder / "rollouts").exists() and (settings := only_settings(folder)):
+        raise RunFolderError(settings)
     if request.train != bool(request.output):
         raise ConfigError("--train and --output FOLDER belong together: the folder gets the model that is trained")
     if request.train and request.no_model:
@@ -325,7 +323,7 @@ class _Replay:
         own, other = (laid_out(pair.stored, one, self.settings) for one in (self.own, self.other))
         try:
             rates = weights.learning_rates(pair.stored) if len(own.minibatches) > 1 else []
-            return weights.parameter_gradients(before, own, self.other, other, rates).as_json()
+            return weights.parameter_gradients(before, own, self.other, other, rates)
         except (NonFiniteError, RunFolderError) as error:
             notes.append(f"the gradient is compared in the space of the logits: {error}")
         return None

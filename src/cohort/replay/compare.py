@@ -95,6 +95,16 @@ class Pair:
         return (1 - 2 * p_N + torch.where(collision_N.isnan(), p_N**2, collision_N)).clamp(min=0)
 
     @property
+    def squares(self) -> list[Tensor]:
+        """The squared norms in the logits by token, of the run's gradient and of the replay's, ``[N]`` each."""
+        return [one.total_N**2 * self.energy_N for one in (self.run, self.replay)]
+
+    @property
+    def uids_S(self) -> list[int]:
+        """The group of each completion."""
+        return [group.prompt.uid for group in self.stored.groups for _ in group.completions]
+
+    @property
     def counted_N(self) -> Tensor:
         """The tokens that the updates of one of them use."""
         return (self.run.cause_N != LEFT_OUT) | (self.replay.cause_N != LEFT_OUT)
@@ -164,8 +174,7 @@ def token_counts(pair: Pair) -> dict[str, Any]:
 
 def causes(pair: Pair) -> list[dict[str, Any]]:
     """Tokens by the cause of a missing gradient in both, with their shares of the squared norms; most tokens first."""
-    counted_N, energy_N = pair.counted_N, pair.energy_N
-    squares = [one.total_N**2 * energy_N for one in (pair.run, pair.replay)]
+    counted_N, squares = pair.counted_N, pair.squares
     wholes = [float(square_N.sum()) for square_N in squares]
     kinds_N = torch.stack([pair.run.cause_N, pair.replay.cause_N], dim=1)
     found = []
@@ -188,14 +197,14 @@ def completions(pair: Pair) -> list[dict[str, Any]]:
     """The completions with the largest shares of the squared norms, strongest first."""
     shares_2S, lengths_S = _shares(pair, pair.sequence_N, len(pair.stored.lengths_S)), pair.stored.lengths_S
     advantages = [_means(one.advantages_N, pair.sequence_N, lengths_S) for one in (pair.run, pair.replay)]
-    uids = [group.prompt.uid for group in pair.stored.groups for _ in group.completions]
+    uids_S = pair.uids_S
     found = []
     for row in _strongest(shares_2S, MOST_COMPLETIONS):
         completion = pair.stored.completions[row]
         found.append(
             {
                 "row": row,
-                "group": uids[row],
+                "group": uids_S[row],
                 "reward": _number(pair.stored.scores.rewards_S[row]),
                 "finish_reason": str(completion.finish_reason),
                 "tokens": int(lengths_S[row]),
@@ -230,7 +239,7 @@ def groups(pair: Pair) -> list[dict[str, Any]]:
 
 def signs(pair: Pair) -> list[dict[str, Any]]:
     """The shares of the squared norms of tokens with a positive, negative and zero advantage, by each objective's."""
-    squares = [one.total_N**2 * pair.energy_N for one in (pair.run, pair.replay)]
+    squares = pair.squares
     found = []
     for name, sign in (("positive", 1), ("negative", -1), ("zero", 0)):
         row: dict[str, Any] = {"advantage": name}
@@ -257,14 +266,14 @@ def strongest(pair: Pair, decode: Callable[[list[int]], str] | None = None) -> l
     chosen = [n for n in order_N[:MOST_TOKENS].tolist() if size_N[n] > 0]
     sequence_N, lengths_S = pair.sequence_N, pair.stored.lengths_S
     starts_S, rows = lengths_S.cumsum(0) - lengths_S, []
-    uids = [group.prompt.uid for group in pair.stored.groups for _ in group.completions]
+    uids_S = pair.uids_S
     for n in chosen:
         row = int(sequence_N[n])
         position, ids = n - int(starts_S[row]), pair.stored.completions[row].token_ids.tolist()
         rows.append(
             {
                 "row": row,
-                "group": uids[row],
+                "group": uids_S[row],
                 "position": position,
                 "token_id": ids[position],
                 "text": decode([ids[position]]) if decode else None,
@@ -292,7 +301,7 @@ def shortened(text: str) -> str:
 
 def _shares(pair: Pair, index_N: Tensor, count: int) -> Tensor:
     """The shares of the squared norms of both gradients by index, shape ``[2, count]``."""
-    sums = [segment_sum(one.total_N**2 * pair.energy_N, index_N, count) for one in (pair.run, pair.replay)]
+    sums = [segment_sum(square_N, index_N, count) for square_N in pair.squares]
     return torch.stack([each / each.sum().clamp(min=torch.finfo(each.dtype).tiny) for each in sums])
 
 

@@ -15,7 +15,7 @@ from cohort.policy import Policy
 from cohort.replay.coefficients import Settings, laid_out
 from cohort.replay.stored import Known, Stored
 from cohort.replay.weights import Before, learning_rates, make_update, measured
-from cohort.runs import check_saved, save_model
+from cohort.runs.models import check_saved, save_model
 
 
 def check_output(output: Path, run: Path) -> None:

@@ -24,7 +24,7 @@ from cohort.errors import RunFolderError
 from cohort.replay.facts import Facts
 from cohort.report.rollouts import StoredStep
 from cohort.rewards.scores import Scores
-from cohort.runs import damage_named
+from cohort.runs.reading import damage_named
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 
 PLAIN = ("group", "row", "prompt", "completion", "finish_reason", "weights_version")

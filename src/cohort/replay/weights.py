@@ -18,9 +18,10 @@ from cohort.replay.coefficients import Laid, Settings, laid_out
 from cohort.replay.compare import Products
 from cohort.replay.stored import Known, Stored
 from cohort.rollout import Sampling
-from cohort.runs import Models, damage_named, last_start, load_checkpoint, saved_identity, steps_of
-from cohort.runs.checkpoints import UPDATES, check_checkpoint
+from cohort.runs.checkpoints import UPDATES, Models, check_checkpoint, load_checkpoint, saved_identity
 from cohort.runs.facts import take_threads
+from cohort.runs.reading import damage_named, steps_of
+from cohort.runs.starts import last_start
 from cohort.train import (
     Adaptive,
     NonFinite,
@@ -193,26 +194,11 @@ def gap(stored: Stored, found: Known) -> float | None:
     return float(gaps_N.max()) if len(gaps_N) else None
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGradients:
-    """The gradients of both objectives in all trained parameters: root mean squares over the updates of a pass."""
-
-    whole: Products
-    terms: Mapping[str, Products]
-    updates: list[Products]
-    """Of the whole gradient, for each update."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Norms, ratios and cosines."""
-        terms = {name: products.as_json() for name, products in self.terms.items()}
-        return {**self.whole.as_json(), "terms": terms, "updates": [one.as_json() for one in self.updates]}
-
-
 def parameter_gradients(
     before: Before, run: Laid, objective: Objective, replay: Laid, rates: Sequence[float]
-) -> ParameterGradients:
-    """Compare the gradients of the run's objective and of another at each update of the first pass over the rollout.
-    The updates between are made under the run's objective, as the run made them.
+) -> dict[str, Any]:
+    """Compare the gradients of the run's objective and of another in all trained parameters, at each update of the
+    first pass over the rollout. The updates between are made under the run's objective, as the run made them.
 
     Args:
         before: the models, whose weights change if there are several updates.
@@ -220,6 +206,10 @@ def parameter_gradients(
         objective: the other objective.
         replay: the step as its updates would see it.
         rates: the learning rate of each update.
+
+    Returns:
+        Norms, ratios and cosines of the whole gradient and of its terms, root mean squares over the updates, and those
+        of the whole gradient at each update.
 
     Raises:
         NonFiniteError: a value is not finite.
@@ -236,11 +226,11 @@ def parameter_gradients(
         if number + 1 < len(pairs):
             make_update(before, before.context, run, own, rates[number])
     names = dict.fromkeys(name for one in updates for name in one if name != WHOLE)
-    return ParameterGradients(
-        Products.mean([one[WHOLE] for one in updates]),
-        {name: Products.mean([one.get(name, Products()) for one in updates]) for name in names},
-        [one[WHOLE] for one in updates],
-    )
+    return {
+        **Products.mean([one[WHOLE] for one in updates]).as_json(),
+        "terms": {name: Products.mean([one.get(name, Products()) for one in updates]).as_json() for name in names},
+        "updates": [one[WHOLE].as_json() for one in updates],
+    }
 
 
 def _products(run: Mapping[str, Tensor], replay: Mapping[str, Tensor]) -> dict[str, Products]:

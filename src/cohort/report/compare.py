@@ -7,7 +7,7 @@ updates, the evaluation, the weights and states after it. Times are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,10 @@ def differences(a: RunHistory, b: RunHistory) -> Iterator[Difference]:
         if step in rollouts:
             yield from _tables(step, "rollout", rollouts[step])
         changed = _changed(*map(_timeless, metrics[step])) if step in metrics else []
-        yield from (Difference(step, f"metrics: {key}", text) for key, text in changed if not _is(key, EVALUATED))
+        yield from (Difference(step, f"metrics: {key}", text) for key, text in changed if not key.startswith(EVALUATED))
         for key in [key for key in evaluations if key[0] == step]:
             yield from _tables(step, f"evaluation{key[1] and ' of ' + key[1]}", evaluations[key])
-        yield from (Difference(step, f"metrics: {key}", text) for key, text in changed if _is(key, EVALUATED))
+        yield from (Difference(step, f"metrics: {key}", text) for key, text in changed if key.startswith(EVALUATED))
         if step in checkpoints:
             yield from _models(step, "checkpoint", checkpoints[step])
     yield from _ends(a, b, max(steps, default=0))
@@ -155,16 +155,12 @@ def _by_step(run: RunHistory) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in run.metrics}
 
 
-def _parsed(path: Path, parse: Callable[[str], Any]) -> Any:
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunFolderError(f"cannot read {path}: {error}") from None
-
-
 def _table(path: Path) -> dict[str, Any]:
     """The entries of a JSON file, without the times, at any depth."""
-    table = _parsed(path, lambda text: _without_times(json.loads(text)))
+    try:
+        table = _without_times(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunFolderError(f"cannot read {path}: {error}") from None
     if not isinstance(table, dict):
         raise RunFolderError(f"cannot read {path}: expected names with values, got {type(table).__name__}")
     return table
@@ -180,15 +176,10 @@ def _common(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, tuple[Any, 
     return {key: (value, b[key]) for key, value in a.items() if key in b}
 
 
-def _is(name: str, beginnings: tuple[str, ...]) -> bool:
-    return name.startswith(beginnings)
-
-
 def _timeless(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics by stage, without those of the clock."""
-    kept = {key: value for key, value in metrics.items() if not _is(key, OF_THE_CLOCK + OF_THE_PLACE)}
-    stages = [SAMPLED, SCORED]
-    names = sorted(kept, key=lambda key: next((n for n, stage in enumerate(stages) if _is(key, stage)), len(stages)))
+    kept = {key: value for key, value in metrics.items() if not key.startswith(OF_THE_CLOCK + OF_THE_PLACE)}
+    names = sorted(kept, key=lambda key: (not key.startswith(SAMPLED), not key.startswith(SCORED)))
     return {key: kept[key] for key in names}
 
 
@@ -220,7 +211,7 @@ def _tables(step: int, what: str, paths: tuple[Path, Path]) -> Iterator[Differen
     if a.num_rows != b.num_rows:
         yield Difference(step, f"{what}: rows", f"{a.num_rows} and {b.num_rows}")
         return
-    for name in dict.fromkeys(name for name in [*a.column_names, *b.column_names] if not _is(name, OF_THE_CLOCK)):
+    for name in dict.fromkeys(name for name in [*a.column_names, *b.column_names] if not name.startswith(OF_THE_CLOCK)):
         if name not in a.column_names or name not in b.column_names:
             yield Difference(step, f"{what}: {name}", "only one run has this column")
         elif not _same_column(a.select([name]), b.select([name])):

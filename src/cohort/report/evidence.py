@@ -14,6 +14,7 @@ import pyarrow.parquet
 
 from cohort.report.files import MAX_NUMBER
 from cohort.report.history import RunHistory
+from cohort.report.labels import parts_of
 from cohort.report.series import Group, interval, positions
 from cohort.statistics import Estimate, Floats, compare, paired_t, welch_t
 
@@ -83,22 +84,6 @@ def comparable(pair: Pair, key: str) -> float:
     return pair.budget
 
 
-def parts_of(key: str) -> tuple[str, str]:
-    """The evaluation set in a metric's name, and the column of stored tables that the metric is the mean of.
-
-    >>> parts_of("eval/gsm8k/rewards/math/mean"), parts_of("eval/reward/mean"), parts_of("rewards/math")
-    (('gsm8k', 'rewards/math'), ('', 'reward'), ('', 'rewards/math'))
-    """
-    name = key.removesuffix("/mean")
-    if not name.startswith("eval/"):
-        return "", name
-    before, marker, function = name.removeprefix("eval/").partition("rewards/")
-    if marker:
-        return before.rstrip("/"), marker + function
-    before, _, column = before.rpartition("/")
-    return before, column
-
-
 def _over_seeds(pair: Pair, key: str) -> Evidence | None:
     """Several runs on both sides."""
     a, b = (
@@ -120,8 +105,7 @@ def _over_seeds(pair: Pair, key: str) -> Evidence | None:
         return None
     count = len(shared) if paired else min(len(a), len(b))
     caveat = "With two seeds only a very large difference can be shown: add seeds." if count == 2 else ""
-    shown = estimate.has_interval and not estimate.low <= 0 <= estimate.high
-    return Evidence(estimate, p_value, "seeds", count, paired, shown, basis, caveat)
+    return Evidence(estimate, p_value, "seeds", count, paired, _excludes_zero(estimate), basis, caveat)
 
 
 def _over_prompts(pair: Pair, key: str) -> Evidence | None:
@@ -175,7 +159,7 @@ def _over_blocks(pair: Pair, key: str) -> Evidence | None:
         "One run each, compared by the rewards that they trained on: another seed may turn out otherwise, and an "
         "evaluation (data.eval) or more seeds would tell more."
     )
-    shown = estimate.has_interval and not estimate.low <= 0 <= estimate.high
+    shown = _excludes_zero(estimate)
     return Evidence(estimate, p_value, "blocks of steps", len(differences), True, shown, basis, caveat)
 
 
@@ -212,6 +196,11 @@ def per_prompt(file: Path, column: str) -> dict[tuple[Any, Any], float]:
         return {key: value if abs(value) < MAX_NUMBER else math.nan for key, value in zip(keys, values, strict=True)}
     except (OSError, ValueError, TypeError, LookupError, pyarrow.ArrowException):
         return {}
+
+
+def _excludes_zero(estimate: Estimate) -> bool:
+    """Whether there is an interval, and 0 is outside of it."""
+    return estimate.low > 0 or estimate.high < 0
 
 
 def _last_part(run: RunHistory, key: str, axis: str, budget: float) -> tuple[Floats, Floats]:

@@ -7,10 +7,12 @@ import json
 import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from cohort.config import GRPOConfig, to_toml
 from cohort.config.of_run import only_settings, was_started
 from cohort.errors import RunFolderError
 
@@ -56,6 +58,12 @@ def flat(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{name}{key}.")
         else:
             yield f"{name}{key}", value
+
+
+@cache
+def default_settings() -> Mapping[str, Any]:
+    """The default of every setting by ``section.key``, as ``config.toml`` writes it."""
+    return dict(flat(tomllib.loads(to_toml(GRPOConfig()))))
 
 
 def run_folder(path: str | Path) -> Path:

@@ -246,6 +246,16 @@ def read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [one for _, one in _Reader(folder).lines(name, "")]
 
 
+def stored_checkpoints(folder: Path) -> dict[int, Path]:
+    """The folders of a run's checkpoints by step, in order; empty if they cannot be read."""
+    return _Reader(folder).checkpoints()
+
+
+def stored_rollouts(folder: Path) -> dict[int, Path]:
+    """The tables of a run's completions by step, in order; empty if they cannot be read."""
+    return {step: path for (step, name), path in _Reader(folder).tables("rollouts").items() if not name}
+
+
 def _complete_lines(path: Path) -> Iterator[bytes | None]:
     """The lines of a file that end in a line break; None for those longer than ``MAX_LINE``."""
     with path.open("rb") as file:

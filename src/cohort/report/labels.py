@@ -1,6 +1,8 @@
-"""Plain words with units for metrics, on axes of plots and pages."""
+"""The names of metrics, taken apart and in plain words with units, for axes of plots and pages."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 WORDS = {
     "reward/mean": "training reward",
@@ -33,6 +35,31 @@ WORDS = {
 EVALUATED = {"reward": "reward", "length": "completion length (tokens)", "cut_share": "completions cut at the limit"}
 
 
+def parts_of(key: str) -> tuple[str, str]:
+    """The evaluation set in a metric's name, and the column of stored tables that the metric is the mean of.
+
+    >>> parts_of("eval/gsm8k/rewards/math/mean"), parts_of("eval/reward/mean"), parts_of("rewards/math")
+    (('gsm8k', 'rewards/math'), ('', 'reward'), ('', 'rewards/math'))
+    """
+    name = key.removesuffix("/mean")
+    if not name.startswith("eval/"):
+        return "", name
+    before, marker, function = name.removeprefix("eval/").partition("rewards/")
+    if marker:
+        return before.rstrip("/"), marker + function
+    before, _, column = before.rpartition("/")
+    return before, column
+
+
+def reward_functions(keys: Iterable[str]) -> dict[str, str]:
+    """The keys of the reward functions' means among the metrics of a run, by the functions' names.
+
+    >>> reward_functions(["rewards/format", "rewards/format/failed", "reward/mean"])
+    {'format': 'rewards/format'}
+    """
+    return {key[8:]: key for key in keys if key.startswith("rewards/") and key.count("/") == 1}
+
+
 def words_for(key: str) -> str:
     """A metric in words, with its unit; an unknown key as it is, with spaces.
 
@@ -42,22 +69,14 @@ def words_for(key: str) -> str:
     if key in WORDS:
         return WORDS[key]
     if key.startswith("eval/") and key.endswith("/mean"):
-        return _evaluation(key.removeprefix("eval/").removesuffix("/mean"))
-    if key.startswith("rewards/") and key.count("/") == 1:
+        name, column = parts_of(key)
+        words = f"reward of {column[8:]}" if column.startswith("rewards/") else EVALUATED.get(column, column)
+        return f"evaluation {words}" + (f" on {name}" if name else "")
+    if reward_functions([key]):
         return f"training reward of {key.removeprefix('rewards/')}"
     if key.startswith("seconds/"):
         return f"seconds of {_spaced(key.removeprefix('seconds/'))}"
     return _spaced(key.removeprefix("custom/"))
-
-
-def _evaluation(name: str) -> str:
-    before, marker, function = name.partition("rewards/")
-    if marker:
-        words, name = f"reward of {function}", before.rstrip("/")
-    else:
-        name, _, column = name.rpartition("/")
-        words = EVALUATED.get(column, column)
-    return f"evaluation {words}" + (f" on {name}" if name else "")
 
 
 def _spaced(name: str) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
-from cohort.config import GRPOConfig, to_toml
-from cohort.report.evidence import Pair, evaluated_at, parts_of, per_prompt
-from cohort.report.files import flat
+from cohort.report.evidence import Pair, evaluated_at, per_prompt
+from cohort.report.files import default_settings
 from cohort.report.history import RunHistory
+from cohort.report.labels import parts_of
 
 PROMPTS = ("eval_split", "eval_rows", "columns", "prompt_column", "prompt_template", "system_prompt", "format",
     "chat_template", "chat_template_kwargs", "max_prompt_length", "overlong_prompts")  # fmt: skip
@@ -61,14 +59,9 @@ def _stored_prompts(pair: Pair, key: str, name: str) -> list[set[Any]]:
     return found if len(found) == 2 and all(found) else []
 
 
-@lru_cache(maxsize=1)
-def _defaults() -> Mapping[str, Any]:
-    return dict(flat(tomllib.loads(to_toml(GRPOConfig()))))
-
-
 def _settings(run: RunHistory) -> dict[str, Any]:
     """The settings by name, with the defaults of those that a run of an earlier version lacks."""
-    return {**_defaults(), **run.flat_settings()}
+    return {**default_settings(), **run.flat_settings()}
 
 
 def _sampling(run: RunHistory, name: str) -> Any:

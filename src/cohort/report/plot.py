@@ -14,7 +14,7 @@ import numpy as np
 from cohort.errors import ConfigError
 from cohort.report.history import RunHistory
 from cohort.report.labels import words_for
-from cohort.report.series import AXES, Curve, check_key, common_window, curve, grouped, over_seeds
+from cohort.report.series import AXES, Curve, check_key, common_window, curve, grouped, means_of_groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,11 +126,7 @@ def _panel(runs: Sequence[RunHistory], key: str, look: Look) -> list[tuple[Curve
             for group in groups
             for run in group.runs
         ]
-    found = []
-    for group in groups:
-        curves = [curve(run, key, look.axis, window) for run in group.runs]
-        found.append((over_seeds(curves, group.label), curves))
-    return found
+    return means_of_groups(groups, key, look.axis, window)
 
 
 def _own_label(run: RunHistory, label: str, runs: int) -> str:
@@ -277,16 +273,10 @@ def _style(look: Look) -> Iterator[Any]:
         "axes.xmargin": 0.01,
         "grid.color": grid,
         "grid.linewidth": 0.8,
-        "axes.edgecolor": note,
         "axes.linewidth": 0.8,
-        "xtick.color": note,
-        "ytick.color": note,
-        "xtick.labelcolor": text,
-        "ytick.labelcolor": text,
-        "axes.labelcolor": text,
-        "text.color": text,
-        "figure.facecolor": ground,
-        "axes.facecolor": ground,
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), ground),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), text),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), note),
         "savefig.dpi": 200,
         "svg.hashsalt": "cohort",
         "pdf.fonttype": 42,

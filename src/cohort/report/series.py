@@ -103,9 +103,8 @@ def grouped(runs: Sequence[RunHistory]) -> list[Group]:
         taken = [runs[other].flat_settings().get("run.seed") for other in groups.get(name, [])]
         groups.setdefault(f"{name}#{number}" if not one or seed in taken else name, []).append(number)
     first = [settings[numbers[0]] for numbers in groups.values()]
-    keys = [
-        key for key in dict.fromkeys(key for one in first for key in one) if len({_value(o, key) for o in first}) > 1
-    ]
+    known = dict.fromkeys(key for one in first for key in one)
+    keys = [key for key in known if len({repr(one.get(key, "absent")) for one in first}) > 1]
     differs = [{key: one.get(key, "absent") for key in keys} for one in first]
     members = [[runs[number] for number in numbers] for numbers in groups.values()]
     labels = _labels(differs, members)
@@ -121,10 +120,6 @@ def _compared(run: RunHistory) -> dict[str, Any]:
     }
     facts = run.starts[-1].get("facts") if run.starts else None
     return kept | ({"code": facts["code"]} if kept and isinstance(facts, dict) and "code" in facts else {})
-
-
-def _value(settings: Mapping[str, Any], key: str) -> str:
-    return repr(settings.get(key, "absent"))
 
 
 def _labels(differs: Sequence[Mapping[str, Any]], members: Sequence[Sequence[RunHistory]]) -> list[str]:
@@ -263,14 +258,9 @@ def interval(line: Mapping[str, Any], key: str) -> tuple[float, float, str] | No
         if spread is None or within is None or prompts is None or prompts < 2:
             return None
         degrees = int(min(prompts, MAX_PROMPTS)) - 1
-        error, quantile = math.sqrt(max(0.0, spread**2 - within**2) / degrees), _t(degrees)
+        error, quantile = math.sqrt(max(0.0, spread**2 - within**2) / degrees), t_quantile(0.975, degrees)
         words = "95% interval over the step's prompts"
     return None if error is None else (value - quantile * error, value + quantile * error, words)
-
-
-@lru_cache(maxsize=256)
-def _t(degrees: int) -> float:
-    return t_quantile(0.975, degrees)
 
 
 def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
@@ -293,16 +283,15 @@ def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
     else:
         half_T = t_quantile(0.975, len(filled) - 1) * lines_RT.std(axis=0, ddof=1) / math.sqrt(len(filled))
         low_T, high_T, band = mean_T - half_T, mean_T + half_T, f"95% interval of the mean over {len(filled)} seeds"
-    return Curve(
+    return replace(
+        filled[0],
         label=label,
-        key=filled[0].key,
-        axis=filled[0].axis,
+        smooth=None,
         steps=filled[0].steps if same else [],
         x=x.tolist(),
         y=mean_T.tolist(),
         low=low_T.tolist(),
         high=high_T.tolist(),
-        window=filled[0].window,
         band=band,
         runs=len(filled),
     )
@@ -323,16 +312,11 @@ def aligned(curves: Sequence[Curve]) -> tuple[Floats, Floats]:
 
 
 def means_of_groups(
-    groups: Iterable[Group], key: str, axis: str = "step", window: int = 1
+    groups: Sequence[Group], key: str, axis: str = "step", window: int = 1
 ) -> list[tuple[Curve, list[Curve]]]:
-    """For each group, the mean over its seeds and the curves of its runs. Groups without the metric are left out."""
-    found = []
-    for group in groups:
-        curves = [curve(run, key, axis, window) for run in group.runs]
-        mean = over_seeds(curves, group.label)
-        if mean.x:
-            found.append((mean, curves))
-    return found
+    """For each group, the mean over its seeds and the curves of its runs; without points if it lacks the metric."""
+    curves = [[curve(run, key, axis, window) for run in group.runs] for group in groups]
+    return [(over_seeds(some, group.label), some) for group, some in zip(groups, curves, strict=True)]
 
 
 def common_window(runs: Iterable[RunHistory], key: str) -> int:

@@ -23,7 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 
-from cohort.report.evidence import Evidence, Pair, comparable, evidence, parts_of
+from cohort.report.evidence import Evidence, Pair, comparable, evidence
+from cohort.report.labels import parts_of
 from cohort.report.measured import same_rewards, unequal_evaluations, unequal_training
 from cohort.report.series import Group, positions
 

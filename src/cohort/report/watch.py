@@ -21,7 +21,7 @@ from cohort.report.console.tail import Tail, read_starts
 from cohort.report.console.view import Moment, as_plain, hanging, view
 from cohort.report.files import DAMAGE, json_object, read_file, run_folder
 from cohort.report.words import clean, duration
-from cohort.runs import how_to_continue
+from cohort.runs.starts import how_to_continue
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks at the run."""

@@ -153,9 +153,7 @@ class Function:
             if getattr(value, "ndim", None) == 0:
                 return None
             return range(size) if (size := len(value)) != expected else list(islice(value, expected + 1))
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of a user's class
+        except (Exception, SystemExit) as error:  # of a user's class
             raise RewardError(
                 f"{self} must return a list of numbers; reading the {type(value).__name__} {describe_error(error)}"
             ) from error
@@ -172,9 +170,7 @@ class Function:
             number = None if isinstance(value, str | bytes | bytearray) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of a user's class
+        except (Exception, SystemExit) as error:  # of a user's class
             raise CallFailed(f"returned a {type(value).__name__} whose __float__ {describe_error(error)}") from error
         if number is None:
             raise RewardError(f"{self} must return numbers or None; result {index} is {shown(value)}")

@@ -105,15 +105,9 @@ class RewardRunner:
         with self.begin([group.prompt for group in groups], 0, state) as scoring:
             return scoring.finish(groups)
 
-    def dry_run(
-        self,
-        prompts: Sequence[Prompt],
-        num_generations: int = 2,
-        state: TrainerState | None = None,
-        *,
-        episodes: bool = False,
-    ) -> None:
-        """Call every function with a placeholder completion of real rows, to find broken functions before sampling.
+    def dry_run(self, prompts: Sequence[Prompt], state: TrainerState | None = None, *, episodes: bool = False) -> None:
+        """Call every function with two equal placeholder completions of real rows, to find broken functions before
+        sampling.
 
         With ``episodes``, the completion is an episode of one turn. Functions that name ``environments`` or
         ``environment_state`` are not called, because there is no environment whose attributes they could read.
@@ -130,7 +124,7 @@ class RewardRunner:
             tried.functions = tuple(function for function in self.functions if not function.reads_environment)
         if not tried.functions:
             return
-        groups = [Group(prompt, (made,) * num_generations) for prompt in prompts]
+        groups = [Group(prompt, (made, made)) for prompt in prompts]
         message = "trying the reward functions (%s) on %d rows"
         timer = threading.Timer(DRY_RUN_MESSAGE_SECONDS, log.warning, [message, ", ".join(self.names), len(groups)])
         timer.daemon = True

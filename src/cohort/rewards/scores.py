@@ -73,6 +73,11 @@ class Scores:
         import torch
 
         first, second = len(self.rewards_S), len(other.rewards_S)
+
+        def joined(own: Mapping[str, Sequence[Any]], others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+            names = {**own, **others}
+            return {n: [*own.get(n, [None] * first), *others.get(n, [None] * second)] for n in names}
+
         tokens = [tokens_N for tokens_N in (self.token_rewards_N, other.token_rewards_N) if tokens_N is not None]
         assert len(tokens) != 1, "both rounds reward tokens, or neither does"
         return Scores(
@@ -81,22 +86,16 @@ class Scores:
             self.names,
             self.weights,
             torch.cat(tokens) if tokens else None,
-            extras={
-                name: [*self.extras.get(name, [None] * first), *other.extras.get(name, [None] * second)]
-                for name in dict.fromkeys([*self.extras, *other.extras])
-            },
+            extras=joined(self.extras, other.extras),
             errors={**self.errors, **{first + index: text for index, text in other.errors.items()}},
             counts={
-                name: self.counts.get(name, 0) + other.counts.get(name, 0)
-                for name in dict.fromkeys([*self.counts, *other.counts])
+                name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in {**self.counts, **other.counts}
             },
             logged={
                 name: [*self.logged.get(name, ()), *other.logged.get(name, ())]
-                for name in dict.fromkeys([*self.logged, *other.logged])
+                for name in {**self.logged, **other.logged}
             },
-            seconds={
-                name: [*self.seconds[name], *other.seconds[name]] for name in self.seconds if name in other.seconds
-            },
+            seconds=joined(self.seconds, other.seconds),
         )
 
 

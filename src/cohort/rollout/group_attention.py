@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cohort.policy.anatomy import soft_cap
 from cohort.rollout.cache import GroupCache, Layout
@@ -41,6 +44,39 @@ def attend_in_two_parts(
     own_weights, prompt_weights = weights.split([own_k.shape[1], prompt_k.shape[1]], dim=-1)
     of_prompt = _product(layout.by_prompt(prompt_weights), prompt_v)
     return _product(own_weights, own_v).add_(layout.by_row(of_prompt)).view_as(q_SAD)
+
+
+def attend_causally(
+    q_LAD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    dtype: torch.dtype,
+    scaling: float,
+    window: int | None,
+    cap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of a text over the tokens before it and itself: the last L of T tokens, by products of the
+    given dtype. The settings: see ``packed_attention``."""
+    length, total = q_LAD.shape[0], k_TKD.shape[0]
+    q, k, v = (part.to(dtype).transpose(0, 1)[None] for part in (q_LAD, k_TKD, v_TKD))
+    mask, plain = None, cap is None and sinks is None
+    if not plain or total > length or (window is not None and length > window):
+        positions = torch.arange(total, device=q.device)
+        back = positions[total - length :, None] - positions
+        mask = (back >= 0) & (back < (window or math.inf))
+    if plain:
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+    else:
+        assert mask is not None
+        share = q.shape[1] // k.shape[1]
+        scores = q @ k.repeat_interleave(share, 1).mT
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(scaling)
+        scores = soft_cap(scores, cap).masked_fill_(~mask, -torch.inf)
+        out = softmax(scores, sinks).to(v.dtype) @ v.repeat_interleave(share, 1)
+    return out[0].transpose(0, 1)
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -15,9 +15,9 @@ prompt, M largest number of rows of one prompt, L tokens of a text that is read.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -26,13 +26,17 @@ from torch.nn import functional
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, soft_cap
-from cohort.policy.fused import rotated
+from cohort.policy.fused import Fused, gated, rotated, split_gate
+from cohort.policy.layout import Layout
 from cohort.policy.parts import Experts, Norm, UnsupportedModel
+from cohort.policy.passes import KeysValues, PackedPass
+from cohort.policy.recurrent import Recurring
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.group_attention import attend_in_two_parts, softmax
+from cohort.rollout.group_attention import attend_causally, attend_in_two_parts
 from cohort.rollout.native import Decoder, Kernels, SlotCache
+from cohort.rollout.states import RowStates, StateStep
 from cohort.rollout.weights import DecoderWeights, LayerWeights
 
 Store = Callable[[int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -70,6 +74,9 @@ class LeanBackend(Backend):
         self._cache: GroupCache | SlotCache | None = None
         self._decoder: Decoder | None = None
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
+        self.states = RowStates(0)
+        """Of recurrent layers."""
+        self._fused = Fused(self._kernels is not None, wide, compute)
         name = str(self._cache_dtype).removeprefix("torch.")
         self.description = f"lean ({policy.model.config.get_text_config().model_type}), keys and values in {name}"
         if policy.device.type == "cpu":
@@ -83,14 +90,20 @@ class LeanBackend(Backend):
     @property
     def exact_rows(self) -> bool:
         """See ``Backend``. docs/rollout.md (Reproducibility) has the reasons."""
-        alike = self.anatomy.head_dim >= 16 and not self.anatomy.has_experts
+        # Recurrences read prompts in chunks, whose length depends on the prompts that are read together.
+        alike = self.anatomy.head_dim >= 16 and not self.anatomy.has_experts and not self.anatomy.mixers
         return self.policy.device.type == "cpu" and alike and torch.get_num_threads() <= 2
 
     @property
     def token_bytes(self) -> int:
         """See ``Backend``."""
         a = self.anatomy
-        return len(a.layers) * 2 * a.num_key_value_heads * a.head_dim * self._cache_dtype.itemsize
+        return len(a.attention_layers) * 2 * a.num_key_value_heads * a.head_dim * self._cache_dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """See ``Backend``."""
+        return sum(mixer.state_numbers for mixer in self.anatomy.mixers) * self._wide.itemsize
 
     @property
     def cache(self) -> GroupCache | SlotCache:
@@ -107,16 +120,17 @@ class LeanBackend(Backend):
         with self.policy.compute():  # so that float64 tables are float64 throughout
             self._ropes = self.anatomy.rope_tables(longest, self._wide)
         sizes = {
-            "layers": len(self.anatomy.layers),
+            "layers": len(self.anatomy.attention_layers),
             "heads": self.anatomy.num_key_value_heads,
             "width": self.anatomy.head_dim,
             "group": self.anatomy.num_heads // self.anatomy.num_key_value_heads,
         }
+        self.states = RowStates(capacity.rows)
         if self._kernels is None:
             self._cache = GroupCache(capacity, **sizes, dtype=self._cache_dtype, device=self.policy.device)
         else:
             self._cache = SlotCache(capacity, **sizes, dtype=self._cache_dtype, lanes=self._kernels.lanes)
-            self._decoder = Decoder(self._kernels, self.weights, self._cache, self._ropes, self._experts)
+            self._decoder = Decoder(self._kernels, self.weights, self._cache, self._ropes, self._experts, self._fused)
 
     def _read_model(self) -> None:
         """Find the parameters again: they may have been replaced, and adapters switched."""
@@ -133,6 +147,7 @@ class LeanBackend(Backend):
     def end(self) -> None:
         """See ``Backend``."""
         self._cache = self._decoder = None
+        self.states = RowStates(0)
 
     def sleep(self) -> None:
         """See ``Backend``. Frees the copies of weights in compute precision."""
@@ -142,65 +157,93 @@ class LeanBackend(Backend):
     def add_rows(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
         self.cache.add_rows(prompts)
+        self.states.add_rows(prompts)
 
     @torch.inference_mode()
     def remove_rows(self, rows: Sequence[int]) -> None:
         """See ``Backend``."""
         self.cache.remove_rows(rows)
+        self.states.remove_rows(rows)
 
     @torch.inference_mode()
     def remove_prompts(self, prompts: Sequence[int]) -> None:
         """See ``Backend``."""
         self.cache.remove_prompts(prompts)
+        self.states.remove_prompts(prompts)
 
     @torch.inference_mode()
     def park(self, row: int) -> int:
         """See ``Backend``."""
-        return self.cache.park(row)
+        handle = self.cache.park(row)
+        self.states.park(row, handle)
+        return handle
 
     @torch.inference_mode()
     def resume(self, handles: Sequence[int]) -> None:
         """See ``Backend``."""
         self.cache.resume(handles)
+        self.states.resume(handles)
 
     def release(self, handle: int) -> None:
         """See ``Backend``."""
         self.cache.release(handle)
+        self.states.release(handle)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``. Prompts are laid end to end, without padding between them."""
         first = self.cache.add_prompts([len(prompt) for prompt in prompts])
         indices = range(first, first + len(prompts))
-        return self._read_in_parts(prompts, [0] * len(prompts), indices, self._store_prompt)
+        logits = []
+        for part in texts_together(prompts):
+            found: KeysValues = {}
+            packed = self._packed(prompts[part], found)
+            logits.append(
+                self._read(prompts[part], [0] * len(prompts[part]), indices[part], self._store_prompt, packed)
+            )
+            self.states.add_prompts(found, len(prompts[part]))
+        return torch.cat(logits)
+
+    def _packed(
+        self, texts: Sequence[Sequence[int]], found: KeysValues, rows: Sequence[int] | None = None
+    ) -> PackedPass:
+        """What mixes the tokens of recurrent layers in a pass over texts, of which those of rows continue their states;
+        the new ones are stored in ``found``."""
+        lengths, device, native = list(map(len, texts)), self.policy.device, self._kernels is not None
+        if rows is None:
+            return PackedPass(Layout(lengths, device), native, read=found)
+        layout = Layout(lengths, device, range(len(rows)), [1] * len(rows))
+        return PackedPass(layout, native, read=found, prefixes=dict(self.states.of_rows(rows)))
 
     @torch.inference_mode()
     def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``."""
-        cache, decoder = self._cache, self._decoder
-        if decoder is not None:
-            parts = [
-                self._logits(decoder.read(rows[part], texts[part]))[: len(rows[part])] for part in texts_together(texts)
-            ]
-            return torch.cat(parts)
-        assert isinstance(cache, GroupCache)
-        starts = [cache.position(row) for row in rows]
-        logits = self._read_in_parts(texts, starts, rows, cache.append)
-        cache.grow(rows, [len(text) for text in texts])
-        return logits
+        logits = []
+        for part in texts_together(texts):
+            found: KeysValues = {}
+            own_rows, own_texts = rows[part], texts[part]
+            packed = self._packed(own_texts, found, own_rows)
+            if self._decoder is not None:
+                logits.append(self._logits(self._decoder.read(own_rows, own_texts, packed))[: len(own_rows)])
+            else:
+                assert isinstance(self._cache, GroupCache)
+                starts = [self._cache.position(row) for row in own_rows]
+                logits.append(self._read(own_texts, starts, own_rows, self._cache.append, packed))
+                self._cache.grow(own_rows, list(map(len, own_texts)))
+            self.states.write(own_rows, found)
+        return torch.cat(logits)
 
     def _store_prompt(self, layer: int, prompt: int, k_XKD: Tensor, v_XKD: Tensor) -> tuple[Tensor, Tensor]:
         self.cache.write_prompt(layer, prompt, k_XKD, v_XKD)
         return k_XKD, v_XKD
 
-    def _read_in_parts(
-        self, texts: Sequence[Sequence[int]], starts: Sequence[int], indices: Sequence[int], store: Store
-    ) -> Tensor:
-        logits = [self._read(texts[part], starts[part], indices[part], store) for part in texts_together(texts)]
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
-
     def _read(
-        self, texts: Sequence[Sequence[int]], starts: Sequence[int], indices: Sequence[int], store: Store
+        self,
+        texts: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        indices: Sequence[int],
+        store: Store,
+        recurring: Recurring,
     ) -> Tensor:
         """The logits after each text.
 
@@ -209,6 +252,7 @@ class LeanBackend(Backend):
             starts: position of the first token of each text.
             indices: the prompt or row that each text belongs to.
             store: stores keys and values; returns those that the text attends to, its own last.
+            recurring: mixes the tokens of recurrent layers.
         """
         lengths = [len(text) for text in texts]
         flat = [token for text in texts for token in text]
@@ -217,65 +261,67 @@ class LeanBackend(Backend):
         device = self.policy.device
         x = self.anatomy.embed(torch.tensor(flat + filler, device=device)).to(self._wide)
         rotations = self._rotations(torch.tensor(positions + filler, device=device))
-        for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
-            normed = self._norm(x, layer.before_attention)
-            q, k, v = self._queries_keys_values(normed, layer, weights, rotations)
-            attended = torch.zeros_like(q)
-            start = 0
+
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            attended, start = torch.zeros_like(q), 0
             for index, length in zip(indices, lengths, strict=True):
                 span = slice(start, start + length)
                 start += length
-                attended[span] = self._attend_causally(q[span], *store(number, index, k[span], v[span]), layer)
-            x = self._after_attention(x, normed, attended, layer, weights)
+                seen_k, seen_v = store(number, index, k[span], v[span])
+                settings = self.anatomy.scaling, layer.window, self.anatomy.score_cap, layer.sinks
+                attended[span] = attend_causally(q[span], seen_k, seen_v, self._cache_dtype, *settings)
+            return attended
+
+        x = self._layers(x, rotations, recurring, attend)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
         x = functional.pad(x[last], (0, 0, 0, -len(lengths) % ROW_MULTIPLE))
         return self._logits(self._norm(x, self.anatomy.norm))[: len(lengths)]
 
-    def _attend_causally(self, q_LAD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: Layer) -> Tensor:
-        """Attention of a text over the tokens before it and itself: the last L of T tokens."""
-        length, total, cap = q_LAD.shape[0], k_TKD.shape[0], self.anatomy.score_cap
-        q, k, v = (part.to(self._cache_dtype).transpose(0, 1)[None] for part in (q_LAD, k_TKD, v_TKD))
-        mask, plain = None, cap is None and layer.sinks is None
-        if not plain or total > length or (layer.window is not None and length > layer.window):
-            positions = torch.arange(total, device=q.device)
-            back = positions[total - length :, None] - positions
-            mask = (back >= 0) & (back < (layer.window or math.inf))
-        if plain:
-            out = functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.anatomy.scaling, enable_gqa=True
-            )
-        else:
-            assert mask is not None
-            share = q.shape[1] // k.shape[1]
-            scores = (q @ k.repeat_interleave(share, 1).mT).to(self._wide).mul_(self.anatomy.scaling)
-            scores = soft_cap(scores, cap).masked_fill_(~mask, -torch.inf)
-            out = softmax(scores, layer.sinks).to(v.dtype) @ v.repeat_interleave(share, 1)
-        return out[0].transpose(0, 1)
-
     @torch.inference_mode()
     def step(self, tokens_S: Tensor) -> Tensor:
         """See ``Backend``."""
-        cache, count = self._cache, len(tokens_S)
+        cache, rows = self._cache, len(tokens_S)
+        recurring = StateStep(self.states, rows, native=self._kernels is not None)
         if self._decoder is not None:
-            return self._logits(self._decoder.step(tokens_S))[:count]
+            return self._logits(self._decoder.step(tokens_S, recurring))[:rows]
         assert isinstance(cache, GroupCache)
         layout = cache.next_layout()
         x = self.anatomy.embed(functional.pad(tokens_S, (0, layout.padding))).to(self._wide)
         rotations = self._rotations(layout.positions)
-        for number, (layer, weights) in enumerate(zip(self.anatomy.layers, self.weights.layers, strict=True)):
-            normed = self._norm(x, layer.before_attention)
-            q, k, v = self._queries_keys_values(normed, layer, weights, rotations)
-            cache.write_rows(number, layout, k[:count], v[:count])
+
+        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache.write_rows(number, layout, k[:rows], v[:rows])
             settings = self.anatomy.scaling, layer.window, self.anatomy.score_cap, layer.sinks
-            attended = attend_in_two_parts(q[:count], cache, number, layout, *settings).flatten(1)
-            attended = functional.pad(attended, (0, 0, 0, layout.padding))
-            x = self._after_attention(x, normed, attended, layer, weights)
-        return self._logits(self._norm(x, self.anatomy.norm))[:count]
+            attended = attend_in_two_parts(q[:rows], cache, number, layout, *settings).flatten(1)
+            return functional.pad(attended, (0, 0, 0, layout.padding))
+
+        x = self._layers(x, rotations, recurring, attend)
+        return self._logits(self._norm(x, self.anatomy.norm))[:rows]
+
+    def _layers(
+        self,
+        x: Tensor,
+        rotations: dict[str, tuple[Tensor, Tensor]],
+        recurring: Recurring,
+        attend: Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """The residual stream after all layers. ``attend`` is given the number of a layer of the cache, the layer, and
+        queries, keys and values."""
+        numbers = count()
+        for layer, weights in zip(self.anatomy.layers, self.weights.layers, strict=True):
+            normed = self._norm(x, layer.before_attention)
+            if layer.mixer is not None:
+                mixed = layer.mixer(weights.qkv.parts(normed), recurring, self._fused)
+            else:
+                (q, k, v), gate = self._queries_keys_values(normed, layer, weights, rotations)
+                mixed = gated(attend(next(numbers), layer, q, k, v), gate)
+            x = self._after_attention(x, normed, mixed, layer, weights)
+        return x
 
     def _queries_keys_values(
         self, normed: Tensor, layer: Layer, weights: LayerWeights, rotations: dict[str, tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed and rotated; ``[N, heads, D]`` each."""
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+        """Normed and rotated; ``[N, heads, D]`` each. And the gate of the output, ``[N, heads, D]``."""
         anatomy = self.anatomy
         heads, kv_heads = anatomy.num_heads, anatomy.num_key_value_heads
 
@@ -284,6 +330,7 @@ class LeanBackend(Backend):
             return [self._norm(part.to(self._wide), norm) for part, norm in pairs]
 
         q, k, v = weights.qkv.parts(normed)
+        q, gate = split_gate(q, anatomy.head_dim) if layer.gated else (q, None)
         if whole := layer.norms_whole(anatomy.head_dim):
             q, k = norms(q, k)
         q, k, v = (part.unflatten(-1, (-1, anatomy.head_dim)) for part in (q, k, v))
@@ -295,7 +342,7 @@ class LeanBackend(Backend):
             q, k = self._rotate(both, *rotations[layer.rope]).split([heads, kv_heads], dim=1)
         if by_head and layer.normed_after_rotation:
             q, k = norms(q, k)
-        return q, k, v
+        return (q, k, v), gate
 
     def _rotations(self, positions_N: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         return {

@@ -25,16 +25,15 @@ from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.head import in_like_shapes
 from cohort.policy.layout import Layout
 from cohort.policy.parts import need
-from cohort.policy.passes import Hidden, KeysValues, PackedPass, StateKey
-from cohort.policy.recurrent import Recurrence
+from cohort.policy.passes import Hidden, KeysValues, PackedPass
+from cohort.policy.recurrent import Recurrence, StateKey
 from cohort.rollout import cache as storage
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.cast import CastWeights
 from cohort.rollout.group_attention import attend_in_two_parts
-from cohort.rollout.native.recurrent import STEPS, convolve_step
-from cohort.rollout.states import RowStates
+from cohort.rollout.states import RowStates, StateStep, states_in
 
 
 class SharedBackend(Backend):
@@ -71,8 +70,8 @@ class SharedBackend(Backend):
         self._group, self._heads, *self._widths = shapes.pop() if shapes else (1, 1, 1, 1)
         self._width = max(self._widths)  # as which both keys and values are stored
         self._layers = {layer: number for number, layer in enumerate(probe.shapes)}
-        states = [parts[0] for key, parts in probe.found.items() if key not in self._layers]
-        self._state_bytes = sum(state.nbytes for state in states)
+        states = states_in(probe.found)
+        self._state_bytes = sum(state.nbytes for state in states.values())
         self.description = "prompts once per group, rows refilled, transformers' modules" + (
             ", states of recurrent layers copied for each row" if states else ""
         )
@@ -128,11 +127,8 @@ class SharedBackend(Backend):
             k, v = (part.split(lengths, 1) for part in widened(self._width, *found[layer]))
             for prompt in range(len(prompts)):
                 self.cache.write_prompt(number, first + prompt, k[prompt].transpose(0, 1), v[prompt].transpose(0, 1))
-        self.states.add_prompts(self._states_in(found), len(prompts))
+        self.states.add_prompts(found, len(prompts))
         return logits
-
-    def _states_in(self, found: KeysValues) -> dict[StateKey, Tensor]:
-        return {key: parts[0] for key, parts in found.items() if key not in self._layers}
 
     def _run(self, texts: Sequence[Sequence[int]], packed: PackedPass) -> Tensor:
         """The logits after each text."""
@@ -175,7 +171,7 @@ class SharedBackend(Backend):
             for index, row in enumerate(rows):
                 self.cache.append(number, row, k[index].transpose(0, 1), v[index].transpose(0, 1))
         self.cache.grow(rows, lengths)
-        self.states.write(rows, self._states_in(found))
+        self.states.write(rows, found)
         return logits
 
     def add_rows(self, prompts: Sequence[int]) -> None:
@@ -196,7 +192,7 @@ class SharedBackend(Backend):
     def park(self, row: int) -> int:
         """See ``Backend``."""
         handle = self.cache.park(row)
-        assert handle == self.states.park(row), "both count the rows that were parked"
+        self.states.park(row, handle)
         return handle
 
     def resume(self, handles: Sequence[int]) -> None:
@@ -246,8 +242,8 @@ class Step:
         native: bool,
     ) -> None:
         self.tokens = layout.count
-        self._native = native
-        self._cache, self._states, self._layout, self._layers = cache, states, layout, layers
+        self._recurring = StateStep(states, layout.count, native=native)
+        self._cache, self._layout, self._layers = cache, layout, layers
 
     def select(self, found: Hidden) -> Hidden:
         """See ``Mixing``."""
@@ -275,16 +271,12 @@ class Step:
         out = out[..., : v.shape[-1]].transpose(0, 1)
         return functional.pad(out, (0, 0, 0, self._layout.padding)).to(v.dtype)
 
-    def convolve(self, key: StateKey, x_TH: Tensor, weight: Tensor) -> Tensor:
-        """See ``Mixing``."""
-        tails = self._states[key]
-        if self._native and x_TH.dtype == weight.dtype == tails.dtype == torch.float32:
-            return convolve_step(x_TH, weight, tails)
-        whole = torch.cat([tails.to(x_TH.dtype), x_TH[:, None]], 1)
-        tails.copy_(whole[:, 1:])
-        return (whole.to(weight.dtype) * weight.T).sum(1)
+    def convolve(
+        self, key: StateKey, x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, **flags: bool
+    ) -> Tensor:
+        """See ``Recurring``."""
+        return self._recurring.convolve(key, x_TH, weight, bias, **flags)
 
-    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:  # noqa: ARG002
-        """See ``Mixing``."""
-        step = STEPS[recurrence] if self._native else recurrence.step
-        return step(*values, self._states[key])
+    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
+        """See ``Recurring``."""
+        return self._recurring.recur(key, recurrence, values, zeros)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import count
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from cohort.policy.passes import StateKey
+from cohort.native import DTYPES
+from cohort.policy.convolution import convolve_into, convolve_step
+from cohort.policy.passes import KeysValues
+from cohort.policy.recurrent import Recurrence, StateKey
 from cohort.rollout.capacity import moves_for_removal, order_after_removal
+from cohort.rollout.native.recurrent import STEPS
 
 States = Mapping[StateKey, Tensor]
 """All states of one text."""
@@ -28,10 +32,10 @@ class RowStates:
         self._rows: dict[StateKey, Tensor] = {}
         self._prompts: list[States] = []
         self._parked: dict[int, States] = {}
-        self._handles = count()
 
-    def add_prompts(self, states: Mapping[StateKey, Tensor], number: int) -> None:
-        """Add prompts, numbered after those held, with their states, ``[prompts, ...]`` each."""
+    def add_prompts(self, found: KeysValues, number: int) -> None:
+        """Add prompts, numbered after those held, with what recurrent layers left of them, ``[prompts, ...]`` each."""
+        states = states_in(found)
         self._prompts += [{key: parts[prompt] for key, parts in states.items()} for prompt in range(number)]
         for key, parts in states.items():
             if key not in self._rows:
@@ -58,11 +62,9 @@ class RowStates:
         """Forget prompts; the last ones take their numbers."""
         self._prompts = [self._prompts[prompt] for prompt in order_after_removal(prompts, len(self._prompts))]
 
-    def park(self, row: int) -> int:
-        """Copy the states of a row; returns a handle."""
-        handle = next(self._handles)
+    def park(self, row: int, handle: int) -> None:
+        """Copy the states of a row, to be found by a handle."""
         self._parked[handle] = {key: states[row].clone() for key, states in self._rows.items()}
-        return handle
 
     def resume(self, handles: Sequence[int]) -> None:
         """Add rows with the states of parked ones."""
@@ -80,8 +82,45 @@ class RowStates:
         """Copies of the states of some rows."""
         return {key: (states[list(rows)],) for key, states in self._rows.items()}
 
-    def write(self, rows: Sequence[int], states: Mapping[StateKey, Tensor]) -> None:
+    def write(self, rows: Sequence[int], found: KeysValues) -> None:
         """Store new states of some rows."""
         index = torch.tensor(list(rows))
-        for key, parts in states.items():
+        for key, parts in states_in(found).items():
             self._rows[key][index.to(parts.device)] = parts.to(self._rows[key].dtype)
+
+
+def states_in(found: KeysValues) -> dict[StateKey, Tensor]:
+    """The states of recurrent layers in what a pass reads; the rest are keys and values, by the layer's number."""
+    return {key: parts[0] for key, parts in found.items() if isinstance(key, tuple)}
+
+
+class StateStep:
+    """What mixes the tokens of recurrent layers in a decode step, one of each row; see ``policy.recurrent.Recurring``.
+
+    Args:
+        states: of the rows; written over.
+        count: the number of rows.
+        native: whether to use native kernels.
+    """
+
+    def __init__(self, states: RowStates, count: int, *, native: bool) -> None:
+        self._states, self._count, self._native = states, count, native
+        self._starts = torch.arange(count + 1)
+
+    def convolve(
+        self, key: StateKey, x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, **flags: bool
+    ) -> Tensor:
+        """See ``Recurring``."""
+        tails = self._states[key]
+        if self._native and x_TH.dtype in DTYPES:
+            out = x_TH.new_zeros(len(x_TH), tails.shape[2])
+            bias = None if bias is None else bias.float()
+            convolve_into(out, tails, x_TH, tails, weight.T.float(), bias, self._starts, **flags)
+            return out
+        return convolve_step(x_TH, tails, weight, bias, **flags)
+
+    def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:  # noqa: ARG002
+        """See ``Recurring``."""
+        step, padding = STEPS[recurrence] if self._native else recurrence.step, len(values[0]) - self._count
+        out = step(*(part[: self._count] if part.ndim > 1 else part for part in values), self._states[key])
+        return functional.pad(out, (0, 0) * (out.ndim - 1) + (0, padding)) if padding else out

@@ -17,6 +17,7 @@ from cohort.config import GRPOConfig, hide_secrets
 from cohort.config.beside import with_files
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, RunFolderError, did_you_mean
+from cohort.presets import setting_names
 
 MAY_CHANGE_ON_RESUME = {
     *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels", "lora.save_merged")),
@@ -87,7 +88,7 @@ def setting_changes(
     """
     # The same objective may be written in several ways.
     same = saved.resolved_objective.settings() == now.resolved_objective.settings()
-    parts = {f"objective.{name}" for name in ("preset", *saved.objective.parts())} if same else set()
+    parts = {f"objective.{name}" for name in ("preset", *setting_names())} if same else set()
     by_facts = COMPARED_BY_FACTS if facts_known and not now.data.streaming else set()
     # An unset number of minibatches is the preset's.
     resolved = {"objective.minibatches": (saved.objective.resolved_minibatches, now.objective.resolved_minibatches)}

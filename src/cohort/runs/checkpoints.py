@@ -239,7 +239,7 @@ def check_checkpoint(folder: Path) -> None:
     """
     _refuse_earlier(folder)
     check_whole(folder)
-    step = _read_loop(folder).get("step")
+    step = read_object(folder / LOOP).get("step")
     if folder.name.startswith("step-") and folder.name != f"step-{step}":
         raise RunFolderError(f"{folder} is the checkpoint of step {step}")
 
@@ -260,11 +260,7 @@ def saved_identity(folder: Path) -> Mapping[str, str]:
     """
     _refuse_earlier(folder)
     with damage_named(folder / LOOP):
-        return {str(name): str(fact) for name, fact in _read_loop(folder)["identity"].items()}
-
-
-def _read_loop(folder: Path) -> dict[str, Any]:
-    return read_object(folder / LOOP)
+        return {str(name): str(fact) for name, fact in read_object(folder / LOOP)["identity"].items()}
 
 
 def load_weights(policy: Policy, folder: Path) -> None:
@@ -293,7 +289,7 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
     Raises:
         RunFolderError: the run that wrote it had a model with other weights.
     """
-    policy, loop = models.policy, _read_loop(folder)
+    policy, loop = models.policy, read_object(folder / LOOP)
     load_weights(policy, folder)
     if models.stored_reference is not None:
         if not (folder / REFERENCE).exists():

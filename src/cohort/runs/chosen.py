@@ -1,35 +1,16 @@
-"""The run that a model belongs to: which of its models is meant, and its settings wherever the command is called."""
+"""The run that a model belongs to, and which of its models is meant."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-import sys
-from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from cohort.config import GRPOConfig
-from cohort.config.beside import SUFFIXES, with_files
 from cohort.errors import ConfigError, ModelError, RunFolderError
-from cohort.plugins import know_module_folders
 from cohort.runs.checkpoints import saved_identity
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
 from cohort.runs.reading import read_best
-from cohort.runs.starts import last_start, with_whole_names
-from cohort.runs.trust import check_run_settings, module_origin, texts_in
-
-NAMES = (
-    "data.eval",
-    "data.filter",
-    "reward.functions",
-    "environment.tools",
-    "environment.factory",
-    "environment.history",
-    "environment.parser",
-)
-"""The settings of evaluations and sampling that name files of the folder in which the run was started."""
+from cohort.runs.starts import last_start
 
 
 def run_of(model: Path) -> Path | None:
@@ -123,120 +104,21 @@ def _check_model_folder(folder: Path, model: str) -> None:
 
 
 def check_not_in_run(folder: Path) -> None:
-    """Refuse a misspelt model in the folder of a run, instead of taking it for a hub id.
+    """Refuse a misspelt model in the folder of a run, or a misspelt run beside others, instead of taking it for a hub
+    id.
 
     Raises:
-        RunFolderError: there is no such folder, and the folder above it is a run's.
+        RunFolderError: there is no such folder, and the folder above it is a run's, or holds runs.
     """
-    if not folder.exists():
-        for run in (folder.parent, folder.parent.parent):
-            if run != Path() and run_of(run) == run:
-                raise RunFolderError(f"there is no {folder}. {_models(run)}: give {run} and --checkpoint")
-
-
-def settings_of_run(
-    run: Path,
-    config: GRPOConfig,
-    trusted: str | None,
-    *,
-    given: Collection[str] = (),
-    read: Collection[str] | None = None,
-    unused: Sequence[str] = (),
-) -> GRPOConfig:
-    """A run's settings with names that are right in the working folder. Relative names of files belong to the working
-    folder if they are there, else to the folder in which the run was started.
-
-    Args:
-        run: the run folder.
-        config: its settings, with what overrides them.
-        trusted, given, read, unused: as ``check_run_settings``. ``given`` names belong to the working folder.
-
-    Raises:
-        RunFolderError: as ``check_run_settings``; or a file that the settings name is not there.
-    """
-    names = [name for name in NAMES if not any(one == name or one.startswith(f"{name}.") for one in given)]
-    names = [name for name in names if read is None or name in read]
-    home, run = _home(run, config, names), run.absolute()
-    trusted = None if trusted is None else str(Path(trusted).expanduser().absolute())
-    with contextlib.chdir(home or Path.cwd()):
-        _check_files(run, config, names)
-        check_run_settings(run, config, trusted, given=given, read=read, unused=unused)
-        if home is not None:
-            config = with_whole_names(config, names)
-    if home is not None:
-        know_module_folders({name: str(home) for name in _modules_of(home, config, names)})
-    return config
-
-
-def _modules_of(home: Path, config: GRPOConfig, names: Collection[str]) -> Iterator[str]:
-    """The top-level modules that the settings name, and that would not be the same without ``home``."""
-    for name in _modules(config, names):
-        if module_origin(name, [*sys.path, str(home)]) != module_origin(name, sys.path):
-            yield name
-
-
-def _check_files(run: Path, config: GRPOConfig, names: Collection[str]) -> None:
-    """Check that the files are there that can be nothing else: they may have moved since the run."""
-    missing = {file: name for name, file, certain in _files(config, names) if certain and not _is_file(Path(file))}
-    if not missing:
+    above = folder.parent
+    if folder.exists() or above == Path():
         return
-    listed = ", ".join(f"{file} ({name})" for file, name in missing.items())
-    file, name = next(iter(missing.items()))
-    began = last_start(run).folder
-    example = "FILE.py:NAME" if file.endswith(".py") else "FILE"
-    raise RunFolderError(
-        f"the settings of {run} name {listed}, which {'is' if len(missing) == 1 else 'are'} not there"
-        + (f"; the run was started in {began}" if began and not Path(file).is_absolute() else "")
-        + f". If it has moved, name it where it is now, as in --{name} {example}"
-    )
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.expanduser().is_file()
-    except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, with a NUL
-        return False
-
-
-def _home(run: Path, config: GRPOConfig, names: Collection[str]) -> Path | None:
-    """The folder in which the run was started, if it has files that the settings name and this one has not."""
-    with contextlib.suppress(OSError):
-        began = last_start(run).working_directory(run)
-        files = [Path(file) for _, file, _ in _files(config, names)]
-        for module in _modules(config, names):
-            files += [Path(f"{module}.py"), Path(module)]
-        if began is not None and any(
-            not file.is_absolute() and (began / file).exists() and not file.exists() for file in files
-        ):
-            return began
-    return None
-
-
-def _files(config: GRPOConfig, names: Collection[str]) -> list[tuple[str, str, bool]]:
-    """What the settings name that may be a file or a folder: the setting, the name, and whether it is that of a .py
-    file or of a file of data, which can be nothing else."""
-    found = []
-    for setting in names:
-
-        def note(name: str, is_code: bool, setting: str = setting) -> str:
-            is_data = Path(name).suffix in SUFFIXES and not set("*?[:") & set(name)
-            found.append((setting, name, is_code or is_data))
-            return name
-
-        with_files(_value(config, setting), setting, note)
-    return found
-
-
-def _modules(config: GRPOConfig, names: Collection[str]) -> set[str]:
-    """The top-level modules of the functions that the settings name, as in "module:function"."""
-    texts = [text for name in names for text in texts_in(_value(config, name)) if name != "data.eval"]
-    sources = {text.partition("(")[0].rpartition(":")[0] for text in texts}
-    return {source.partition(".")[0] for source in sources if source and not source.endswith(".py")} - {""}
-
-
-def _value(config: GRPOConfig, setting: str) -> Any:
-    section, _, key = setting.partition(".")
-    return getattr(getattr(config, section), key)
+    for run in (above, above.parent):
+        if run != Path() and run_of(run) == run:
+            raise RunFolderError(f"there is no {folder}. {_models(run)}: give {run} and --checkpoint")
+    if runs := sorted(one.name for one in above.glob("*") if run_of(one) == one):
+        shown = ", ".join(runs[:5]) + (", ..." if len(runs) > 5 else "")
+        raise RunFolderError(f"there is no {folder}. {above} holds the runs {shown}")
 
 
 def check_nothing_missing(model: str, instead: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from cohort.errors import RunFolderError
+from cohort.parallel import World, together
 from cohort.parallel.full import class_before_sharding
 from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
-from cohort.runs.durable import FileRecord
+from cohort.runs.durable import FileRecord, replaced, sync_path
 from cohort.runs.tensors import is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
 
 
@@ -59,6 +61,22 @@ def save_model(
             records |= _write_weights(Path(path), model, copies)
     tokenizer.save_pretrained(path)
     return records
+
+
+def save_merged(target: Path, policy: Policy, tokenizer: Any, world: World) -> None:
+    """Write a model with its adapters merged, in place of an older one. Every rank must call.
+
+    Raises:
+        DiskError: it cannot be written.
+    """
+
+    def write() -> None:
+        with replaced(target) if world.is_main else nullcontext(target) as folder:
+            save_model(policy, tokenizer, folder, merge=True, write=world.is_main)
+            for path in folder.rglob("*") if world.is_main else ():
+                sync_path(path)
+
+    together(world, write)
 
 
 def _write_weights(folder: Path, model: Any, weights: Mapping[str, Tensor]) -> dict[str, FileRecord]:
@@ -113,16 +131,11 @@ def trained_weights(policy: Policy) -> Mapping[str, Tensor]:
     return adapter_weights(policy.model) if has_adapters(policy.model) else named_weights(policy.model)
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors in a model's files."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in read_tensors(file).items()}
-
-
 def saved_weights(policy: Policy, folder: Path, trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """A saved model's weights under the names that the model has them: as they are in its files or, if transformers
     writes the architecture's weights in another form, through transformers."""
-    saved = _read_weights(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    saved = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     as_they_are = all(name in trained and trained[name].shape == saved[name].shape for name in saved)
     return saved if as_they_are or has_adapters(policy.model) else _loaded_weights(policy, folder)
 

@@ -95,11 +95,6 @@ def write_encoded(path: Path, encoded: Encoded) -> None:
     _file(path, "json").write_text(encoded.text, encoding="ascii")
 
 
-def save_rollout(path: Path, rollout: StoredRollout) -> None:
-    """Write a rollout to ``path.json`` and ``path.safetensors``; see ``encode_rollout``."""
-    write_encoded(path, encode_rollout(rollout))
-
-
 def load_rollout(path: Path) -> StoredRollout:
     """Read a rollout.
 

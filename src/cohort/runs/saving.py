@@ -6,18 +6,16 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from cohort.errors import DiskError
 from cohort.parallel import World, on_main, together
-from cohort.policy import Policy
 from cohort.policy.device import out_of_memory
 from cohort.rollout.budget import free_bytes
 from cohort.runs.checkpoints import Content, copied, num_copied_bytes, write_content
 from cohort.runs.durable import replaced, sync_path
-from cohort.runs.models import save_model
 from cohort.runs.writer import Write, Writer
 
 Replace: TypeAlias = Callable[[Content, World], None]
@@ -73,22 +71,6 @@ def replace(target: Path, content: Content, world: World, *, check: Callable[[],
                 check()
                 with suppress(FileNotFoundError):  # there is none yet
                     sync_path(metrics)
-
-    together(world, write)
-
-
-def save_merged(target: Path, policy: Policy, tokenizer: Any, world: World) -> None:
-    """Write a model with its adapters merged, in place of an older one. Every rank must call.
-
-    Raises:
-        DiskError: it cannot be written.
-    """
-
-    def write() -> None:
-        with replaced(target) if world.is_main else nullcontext(target) as folder:
-            save_model(policy, tokenizer, folder, merge=True, write=world.is_main)
-            for path in folder.rglob("*") if world.is_main else ():
-                sync_path(path)
 
     together(world, write)
 

@@ -10,17 +10,12 @@ import json
 import shlex
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from cohort.config import GRPOConfig, load_config, setting_names, with_settings
-from cohort.config.beside import with_files
-from cohort.errors import ConfigError, RunFolderError
-from cohort.runs.trust import check_files, check_run_settings
 
 STARTS = "starts.jsonl"
 CONTINUED_BY = {
@@ -117,60 +112,3 @@ def _lines(run: Path) -> list[Any]:
         with suppress(ValueError, RecursionError):
             found.append(json.loads(text))
     return found
-
-
-def with_whole_names(config: GRPOConfig, names: Collection[str]) -> GRPOConfig:
-    """The settings with absolute names of the files that are in the working directory.
-
-    Args:
-        config: the settings.
-        names: the settings to look at.
-    """
-    table: dict[str, Any] = config.model_dump(exclude_none=True)
-    for name in names:
-        *parents, key = name.split(".")
-        section: Any = table
-        for parent in parents:
-            section = section.get(parent, {})
-        if key in section:
-            section[key] = with_files(section[key], name, _whole)
-    return GRPOConfig(**table)
-
-
-def _whole(name: str, _is_code: bool) -> str:
-    try:
-        is_file = not Path(name).is_absolute() and Path(name).exists()
-    except (OSError, ValueError):  # no name of a file: too long
-        is_file = False
-    return str(Path(name).absolute()) if is_file else name
-
-
-def with_overrides_of_start(
-    config: GRPOConfig, overrides: tuple[str, ...], trusted: str | None = None
-) -> tuple[GRPOConfig, tuple[str, ...]]:
-    """Settings for ``--resume`` of a run that was started with overrides: they apply again unless they are given anew.
-
-    Args:
-        config: the settings of a config file with ``overrides``, which name the run folder.
-        overrides: the ``--section.key value`` pairs given now.
-        trusted: the argument of ``--trust``.
-
-    Returns:
-        The settings, and the names of all settings that command lines have given.
-    """
-    given = setting_names(overrides)
-    run = Path(config.run.output_dir).expanduser() if config.run.output_dir else None
-    if run is None or not (run / "config.toml").exists():
-        return config, given
-    check_files(run)
-    try:
-        # A name may go on within a setting, as in environment.factory.NAME: what it changes is the setting.
-        started = setting_names([f"--{name}=" for name in last_start(run).overrides])
-        # The ranks are of this command, and with them how they share the work.
-        kept = (name for name in started if not name.startswith("parallel.") and name != "run.output_dir")
-        names = [name for name in kept if name not in given]
-        config = with_settings(config, load_config(run / "config.toml", of_run=True), names)
-    except ConfigError as error:
-        raise RunFolderError(f"the overrides that {run} was started with do not fit: {error}") from None
-    check_run_settings(run, config, trusted, read=names)
-    return config, (*names, *given)

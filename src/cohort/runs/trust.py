@@ -153,22 +153,6 @@ def remember(config: GRPOConfig, run: Path) -> None:
             return
 
 
-def check_run_settings(
-    run: Path,
-    config: GRPOConfig,
-    trusted: str | None,
-    *,
-    given: Collection[str] = (),
-    read: Collection[str] | None = None,
-    unused: Sequence[str] = (),
-) -> None:
-    """Check that settings from a run folder, which may be anybody's, can be used: ``check_code`` and ``check_secrets``,
-    which say what the arguments are. That nothing in the folder leads elsewhere is checked when it is taken to be
-    written (``RunFolder.take``)."""
-    check_code(run, config, trusted, given=given, read=read)
-    check_secrets(run, config, unused)
-
-
 def check_secrets(run: Path, config: GRPOConfig, unused: Sequence[str] = ()) -> None:
     """Check that no secret is missing in settings that were read from a run folder.
 
@@ -195,7 +179,8 @@ def check_code(
     given: Collection[str] = (),
     read: Collection[str] | None = None,
 ) -> None:
-    """Check that settings that were read from a run folder name no code that this account has not run.
+    """Check that settings that were read from a run folder name no code that this account has not run. That nothing in
+    the folder leads elsewhere is checked when it is taken to be written (``RunFolder.take``).
 
     Args:
         run: the run folder.

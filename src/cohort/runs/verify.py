@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+from cohort.config.of_run import only_settings
 from cohort.errors import RunFolderError
 from cohort.lock import Lock
 from cohort.runs.checkpoints import check_checkpoint
@@ -43,6 +44,8 @@ def verify(path: Path) -> Iterator[Verdict]:
         return
     if not (path / "config.toml").is_file():
         raise RunFolderError(f"{path} is neither a run folder nor a checkpoint: it has no config.toml, no {MANIFEST}")
+    if settings := only_settings(path):
+        raise RunFolderError(settings)
     check_files(path)
     try:
         Lock(path).check()

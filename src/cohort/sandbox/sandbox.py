@@ -30,7 +30,7 @@ from cohort.errors import SandboxError
 from cohort.sandbox.bubblewrap import installed_packages
 from cohort.sandbox.executor import Limits, Program, Result
 from cohort.sandbox.process import START_SECONDS, pipe, start
-from cohort.workers import make_calls
+from cohort.workers import make_calls, usable_cores
 
 T = TypeVar("T")
 
@@ -154,8 +154,7 @@ async def _in_queue(run: Callable[[threading.Event], T]) -> T:
 def _queue(process: int) -> queue.SimpleQueue[Any]:
     """The queue of a process, with as many threads as processors. A fork of the process has a queue of its own."""
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for _ in range(processors):
+    for _ in range(usable_cores()):
         arguments = (calls, operator.call)
         threading.Thread(target=make_calls, args=arguments, name=f"cohort-sandbox-{process}", daemon=True).start()
     return calls

@@ -21,7 +21,7 @@ import torch
 from cohort.calls import interruptible
 from cohort.data import DataCursor
 from cohort.parallel import World
-from cohort.runs import StoredRollout
+from cohort.runs.rollouts import StoredRollout
 from cohort.train.clock import PhaseClock
 from cohort.train.rollout import Rollout
 from cohort.train.unfinished import Unfinished

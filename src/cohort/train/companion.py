@@ -13,9 +13,10 @@ class Companion:
     """Goes along with a run: ``GRPOTrainer.steps(companion=...)`` takes an object with these methods. This one does
     nothing."""
 
-    alone_asks_evaluations = False
-    """Whether the run evaluates after a step only when this object asks for it, even after the last step. If so, the
-    initial model cannot be the best one."""
+    asks_for_evaluations = False
+    """Whether the run evaluates after a step only when this object asks for it, even after the last step."""
+    initial_can_be_best = True
+    """Whether the initial model, which is evaluated before the first step, can be the best one."""
 
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
         """An evaluation ended; a due checkpoint follows.

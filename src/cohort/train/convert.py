@@ -20,10 +20,9 @@ from cohort.data import DataCursor
 from cohort.data.loader import ReadPosition
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, load_policy, read_config
-from cohort.runs import random_state
 from cohort.runs.checkpoints import LOOP, OPTIMIZER, REFERENCE, as_json_text
 from cohort.runs.durable import replaced, sync_path, write_file, write_manifest
-from cohort.runs.generators import set_random_state
+from cohort.runs.generators import random_state, set_random_state
 from cohort.runs.tensors import named_weights, write_tensors
 from cohort.train.optim import Optimizer
 

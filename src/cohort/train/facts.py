@@ -20,7 +20,8 @@ from cohort.presets.trust_regions import Custom
 from cohort.rewards import RewardRunner
 from cohort.rewards.model import RewardModel
 from cohort.rewards.names import BUILTIN_REWARDS
-from cohort.runs import code_hash, entries, machine, named_code_hash, versions
+from cohort.runs.code import code_hash, named_code_hash
+from cohort.runs.facts import entries, machine, versions
 
 NOT_COMPUTED = {"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id"}
 """Entries of a model's config that its numbers do not depend on, or that saving changes."""

@@ -1,35 +1,28 @@
 """A rollout as flat tensors, laid out once, and the index sets that the updates work on.
 
 A minibatch, its active sequences and a microbatch are each a ``Part``: the numbers of some sequences, and where their
-tokens lie on axis N. The layout itself is never copied or reordered. Memory decides how a minibatch is cut into packs
-and microbatches; the result never depends on it.
+tokens lie on axis N. The layout itself is never copied or reordered.
 
     batch                 lay_out(groups)                    everything that the updates of a rollout share
     minibatches           split_minibatches(batch, count)    one optimizer step each: changes the result
     active sequences      active_part(batch, minibatch)      those that need a forward pass
-    packs, microbatches   packs(batch, part, budget)         one backward pass each: never changes the result
+    packs, microbatches   cuts.packs(batch, part, budget)    one backward pass each: never changes the result
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cohort.objective import Objective, Outcomes, segment_sum, token_advantages
-from cohort.policy import PackedRows
+from cohort.objective import Objective, Outcomes, token_advantages
 from cohort.rewards import environment_reward
 from cohort.rewards.scores import Scores
 from cohort.types import Completion, FinishReason, Group, Segment, Support, TokenBatch, Turns
-
-Item = TypeVar("Item")
-
 
 # The layout -----------------------------------------------------------------------------------------------------------
 
@@ -239,132 +232,3 @@ def active_part(batch: TokenBatch, part: Part, objective: Objective, other_terms
         active_S = torch.zeros_like(active_S)
         active_S[part.sequence_N[active_N].cpu()] = True
     return part.select(active_S.nonzero()[:, 0])
-
-
-# Cuts by memory -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Prompts that are read together, and the microbatches of the sequences after them."""
-
-    prompt_ids: tuple[tuple[int, ...], ...]
-    microbatches: tuple[tuple[int, ...], ...]
-    """Sequences, by their numbers in the part that was cut. With shared prompts, those of one prompt are neighbours."""
-    idle: int = 0
-    """Passes of weight 0 after the microbatches; see ``level``."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Microbatch:
-    """One backward pass."""
-
-    part: Part
-    rows: PackedRows
-    """Its segments, as the model reads them."""
-
-
-def packs(batch: TokenBatch, part: Part, token_budget: int, *, shared: bool = True) -> list[Pack]:
-    """Cut a part so that no pass takes more than ``token_budget`` tokens. A longer sequence stands alone. The gradient
-    does not depend on the cut.
-
-    Args:
-        batch: the layout.
-        part: the sequences to cut.
-        token_budget: tokens of one pass: of prompts, or of segments after them.
-        shared: each prompt is read once, in one pack with all of its sequences. Off: every segment is read with its
-            prompt, padded to the longest of the pass.
-    """
-    sizes = segment_sum(batch.lengths_B, batch.sequence_B, batch.num_sequences)[part.sequences_S].tolist()
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for index, group in enumerate(batch.group_S[part.sequences_S].tolist()):
-        if sizes[index]:
-            by_prompt.setdefault(batch.prompt_ids[group], []).append(index)
-    if not shared:
-        return [Pack(tuple(by_prompt), _padded_cuts(batch, part, token_budget))] if by_prompt else []
-    found = []
-    for prompts in _filled(list(by_prompt), [len(prompt) for prompt in by_prompt], token_budget):
-        sequences = [index for prompt in prompts for index in by_prompt[prompt]]
-        lengths = [sizes[index] for index in sequences]
-        cuts = tuple(map(tuple, _filled(sequences, lengths, _balanced(lengths, token_budget))))
-        found.append(Pack(tuple(prompts), cuts))
-    return found
-
-
-IDLE_PROMPT = (0, 0)
-"""A prompt of weight 0 that has keys and values."""
-
-
-def level(plans: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
-    """The packs of every rank, extended by passes of weight 0 until all ranks make the same passes: as many packs, as
-    many microbatches in each, and prompts with keys and values in every pack.
-
-    >>> level([[Pack(((5, 6),), ((0,), (1,)))], []])[1]
-    [Pack(prompt_ids=((0, 0),), microbatches=(), idle=2)]
-    """
-    count = max(map(len, plans), default=0)
-    full = [[*plan, *[Pack((), ())] * (count - len(plan))] for plan in plans]
-    passes = [max(len(pack.microbatches) for pack in packs) for packs in zip(*full, strict=True)]
-
-    def filled(pack: Pack, passes: int) -> Pack:
-        none_read = all(len(prompt) < 2 for prompt in pack.prompt_ids)
-        prompts = pack.prompt_ids + (IDLE_PROMPT,) * none_read
-        return Pack(prompts, pack.microbatches, passes - len(pack.microbatches))
-
-    return [[filled(pack, number) for pack, number in zip(plan, passes, strict=True)] for plan in full]
-
-
-def microbatches(batch: TokenBatch, part: Part, pack: Pack) -> Iterator[Microbatch]:
-    """The microbatches of a pack that was cut from a part."""
-    number = {prompt: number for number, prompt in enumerate(pack.prompt_ids)}
-    prompt_P = torch.tensor([number.get(prompt, -1) for prompt in batch.prompt_ids])
-    segments_S = torch.bincount(batch.sequence_B, minlength=batch.num_sequences)
-    for cut in pack.microbatches:
-        micro = part.select(torch.tensor(cut))
-        rows_B = span_positions(segments_S, micro.sequences_S)
-        tokens_T = span_positions(batch.lengths_B, rows_B)
-        rows = PackedRows(
-            prompt_B=prompt_P[batch.group_S[batch.sequence_B[rows_B]]],
-            ids_T=batch.ids_T[tokens_T],
-            lengths_B=batch.lengths_B[rows_B],
-            drawn_T=None if batch.drawn_T is None else batch.drawn_T[tokens_T],
-            support=None if batch.support is None else batch.support.select(micro.tokens_N.cpu().numpy()),
-        )
-        yield Microbatch(micro, rows)
-
-
-def _filled(items: Sequence[Item], sizes: Sequence[int], budget: int) -> list[list[Item]]:
-    """Items in order, cut where the next one would take a share over the budget."""
-    shares: list[list[Item]] = []
-    filled = 0
-    for item, size in zip(items, sizes, strict=True):
-        if not shares or filled + size > budget:
-            shares.append([])
-            filled = 0
-        shares[-1].append(item)
-        filled += size
-    return shares
-
-
-def _balanced(sizes: Sequence[int], budget: int) -> int:
-    """The smallest budget that makes no more shares, by bisection: about equal shares, instead of a small last one."""
-    shares = len(_filled(sizes, sizes, budget))
-    return bisect_left(range(budget), True, key=lambda less: len(_filled(sizes, sizes, less)) <= shares)
-
-
-def _padded_cuts(batch: TokenBatch, part: Part, token_budget: int) -> tuple[tuple[int, ...], ...]:
-    """Sequences of similar length together, as many as fit with their prompts and padding."""
-    longest_S = torch.zeros(batch.num_sequences, dtype=torch.long)
-    longest_S = longest_S.scatter_reduce(0, batch.sequence_B, batch.lengths_B, "amax")
-    prompt_S = torch.tensor([len(prompt) for prompt in batch.prompt_ids])[batch.group_S]
-    widths = (prompt_S + longest_S)[part.sequences_S].tolist()
-    rows = torch.bincount(batch.sequence_B, minlength=batch.num_sequences)[part.sequences_S].tolist()
-    cuts: list[list[int]] = []
-    filled = 0
-    for index in sorted((index for index, count in enumerate(rows) if count), key=lambda index: -widths[index]):
-        if not cuts or (filled + rows[index]) * widths[cuts[-1][0]] > token_budget:
-            cuts.append([])
-            filled = 0
-        cuts[-1].append(index)
-        filled += rows[index]
-    return tuple(map(tuple, cuts))

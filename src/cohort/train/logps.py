@@ -19,7 +19,8 @@ from cohort.policy import (
     experts_per_token,
 )
 from cohort.train.context import StepContext
-from cohort.train.layout import Microbatch, Part, microbatches
+from cohort.train.cuts import Microbatch, microbatches
+from cohort.train.layout import Part
 from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable
 from cohort.types import TokenBatch
 
@@ -52,7 +53,7 @@ def _own_logps(context: StepContext, policy: Policy, batch: TokenBatch, shared: 
     with policy.compute(), unstoppable(context), released(policy.model):
         for micro, states in forward_passes(context, policy, batch, shared):
             for whole_N, values_N in zip(found, states.logps(), strict=True):
-                whole_N[micro.part.positions_N] = values_N
+                whole_N[micro.part.positions_N] = micro.at_tokens(values_N)
     return found
 
 

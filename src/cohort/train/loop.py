@@ -33,7 +33,8 @@ from cohort.parallel import on_main, together
 from cohort.policy import Policy
 from cohort.rewards import TrainerState
 from cohort.rollout import Sampling
-from cohort.runs import RunFolder, check_saved
+from cohort.runs.folder import RunFolder
+from cohort.runs.models import check_saved
 from cohort.train.ahead import Ahead
 from cohort.train.check import check_sampler_gap
 from cohort.train.clock import PhaseClock
@@ -203,7 +204,7 @@ def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, fol
     step, metrics = parts.complete_steps, parts.metrics
     parts.companion.updated(metrics)
     last, asked = step == schedule.steps, parts.requests.take_evaluate(parts.world)
-    if asked or due(step, config.eval.eval_steps) or (last and not parts.companion.alone_asks_evaluations):
+    if asked or due(step, config.eval.eval_steps) or (last and not parts.companion.asks_for_evaluations):
         metrics |= evaluate_step(parts, trainer_state(schedule, step, parts.cursor), config, folder)
         last |= parts.best.exhausted
 
@@ -239,7 +240,7 @@ def evaluate_step(parts: TrainerParts, state: TrainerState, config: GRPOConfig, 
         if config.report.log_completions:
             on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
     parts.evaluated(step, evaluations, metrics)
-    counts = step > 0 or not parts.companion.alone_asks_evaluations
+    counts = step > 0 or parts.companion.initial_can_be_best
     is_saved = (
         counts and parts.best.update(step, metrics) and folder.save_best(parts.models, parts.best.record(), parts.world)
     )

@@ -13,7 +13,7 @@ from cohort.config import OptimConfig
 from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError
 from cohort.parallel import Layout, Replicate
 from cohort.policy.finite import check_finite_weights
-from cohort.runs import fill
+from cohort.runs.tensors import fill
 from cohort.train.guard import GO_ON
 
 

@@ -17,7 +17,8 @@ from cohort.parallel import Layout, Replicate, World
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import Engine, Sampler
-from cohort.runs import Models, SavedState, random_state
+from cohort.runs.checkpoints import Models, SavedState
+from cohort.runs.generators import random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.ahead import Ahead
 from cohort.train.companion import Companion

@@ -12,16 +12,12 @@ import torch
 from cohort.config import GRPOConfig, Schedule
 from cohort.errors import ConfigError
 from cohort.parallel import on_main, together
-from cohort.runs import (
-    RunFolder,
-    damage_named,
-    describe_changes,
-    fact_changes,
-    load_checkpoint,
-    refuse,
-    saved_identity,
-    take_threads,
-)
+from cohort.runs.changes import describe as describe_changes
+from cohort.runs.changes import fact_changes, refuse
+from cohort.runs.checkpoints import load_checkpoint, saved_identity
+from cohort.runs.facts import take_threads
+from cohort.runs.folder import RunFolder
+from cohort.runs.reading import damage_named
 from cohort.train.parts import TrainerParts
 from cohort.train.sample import drop_resized
 

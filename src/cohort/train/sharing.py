@@ -22,7 +22,8 @@ from cohort.parallel.shares import imbalance
 from cohort.policy import CompletionStates, PackedRows, Policy, Prefixes
 from cohort.policy.device import out_of_memory
 from cohort.train.context import StepContext
-from cohort.train.layout import Pack, Part, level, packs
+from cohort.train.cuts import Pack, level, packs
+from cohort.train.layout import Part
 from cohort.types import TokenBatch
 
 
@@ -64,10 +65,12 @@ def share(context: StepContext, batch: TokenBatch, part: Part) -> Shared:
 
 def own_packs(context: StepContext, policy: Policy, batch: TokenBatch, shared: Shared) -> list[Pack]:
     """The passes of this rank's share. Where passes exchange weights, every rank knows the packs of all, and adds
-    passes of weight 0 until all make the same."""
+    passes of weight 0 until all make the same. Copies of a sequence are computed once, unless each has a dropout of its
+    own or counts as a user of experts."""
+    distinct = not (policy.dropout or policy.router_aux_loss_coef)
 
     def cut(part: Part) -> list[Pack]:
-        return packs(batch, part, context.budget.tokens, shared=policy.passes.shared)
+        return packs(batch, part, context.budget.tokens, shared=policy.passes.shared, distinct=distinct)
 
     if not context.layout.passes_exchange:
         return cut(shared.own)

@@ -12,7 +12,7 @@ from typing import Any
 
 from cohort.errors import Stopped
 from cohort.parallel import on_main
-from cohort.runs import RunFolder
+from cohort.runs.folder import RunFolder
 from cohort.runs.save_request import save_answered
 from cohort.train.parts import TrainerParts
 

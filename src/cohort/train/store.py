@@ -16,8 +16,8 @@ from torch import Tensor
 from cohort.config import GRPOConfig, hide_secrets
 from cohort.objective import Cause
 from cohort.objective.ratio import exp_clamped
-from cohort.runs import RunFolder, completion_columns, score_columns
-from cohort.runs.tables import UsedRows, advantage_columns, time_columns, with_facts
+from cohort.runs.folder import RunFolder
+from cohort.runs.tables import UsedRows, advantage_columns, completion_columns, score_columns, time_columns, with_facts
 from cohort.train.context import StepContext
 from cohort.train.layout import Part, split_minibatches
 from cohort.train.progress import Updates

@@ -9,7 +9,7 @@ from typing import Any
 from cohort.config import GRPOConfig, Schedule
 from cohort.parallel import on_main
 from cohort.rewards import TrainerState
-from cohort.runs import RunFolder
+from cohort.runs.folder import RunFolder
 from cohort.train.loop import evaluate_step
 from cohort.train.parts import TrainerParts
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cohort.rewards.runner import EndedCall, Scoring
-from cohort.runs import StoredRollout
+from cohort.runs.rollouts import StoredRollout
 from cohort.train.rollout import Rollout
 from cohort.types import Completion, FinishReason, Group, Prompt
 

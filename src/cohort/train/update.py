@@ -35,8 +35,9 @@ from cohort.parallel.full import released
 from cohort.policy import CompletionStates, ExpertBalance, Prefixes, TokenLogps, chunked_terms
 from cohort.policy.device import out_of_memory
 from cohort.train.context import StepContext
+from cohort.train.cuts import Microbatch, Pack, microbatches
 from cohort.train.guard import check_finite
-from cohort.train.layout import Microbatch, Pack, Part, active_part, microbatches
+from cohort.train.layout import Part, active_part
 from cohort.train.logps import expert_balance, states_of, token_logps
 from cohort.train.seen import Forward, Used, at_tokens, update_tokens
 from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable, weightless
@@ -290,10 +291,10 @@ def microbatch_losses(
     tokens_N, sequence_N, weights = micro.part.tokens_N, micro.part.sequence_N, weights.at(micro.part.positions_N)
     advantages_N, sampler_logps_N = batch.advantages_N[tokens_N], batch.sampler_logps_N[tokens_N]
     old_logps_N, ref_logps_N = at_tokens(batch.old_logps_N, tokens_N), at_tokens(batch.ref_logps_N, tokens_N)
-    current = states.logps()
+    current = TokenLogps(*map(micro.at_tokens, states.logps()))
     detached = TokenLogps(*(values_N.detach() for values_N in current))
     if ref_states is not None:
-        ref_logps_N = ref_states.logps().logps_N
+        ref_logps_N = micro.at_tokens(ref_states.logps().logps_N)
     read = {"advantage": advantages_N, "old log-probability": old_logps_N}
     computed = {"log-probability": detached.logps_N, "reference log-probability": ref_logps_N}
     check_finite(batch, micro.part, computed | read)
@@ -315,12 +316,12 @@ def microbatch_losses(
         log_ratio_N = anchored_log_ratio(detached.logps_N, anchor_N).masked_fill(~batch.loss_N[tokens_N], 0)
         prefix_N = kl_correction(objective.kl, log_ratio_N, sequence_N)
         penalty_N = objective.beta * weights.base_N * (1.0 if prefix_N is None else prefix_N)
-        losses["kl"] = chunked_terms(weighted_kl(objective), [states, ref_states], [penalty_N])
+        losses["kl"] = chunked_terms(weighted_kl(objective), [states, ref_states], [micro.summed(penalty_N)])
     elif objective.beta and objective.kl.place == "loss":
         losses["kl"] = torch.sum(-terms.kl_N * current.logps_N)
     if entropy_coefficient:
         bonus_N = entropy_coefficient * weights.entropy_N
-        losses["entropy"] = -chunked_terms(weighted_entropy, [states], [bonus_N])
+        losses["entropy"] = -chunked_terms(weighted_entropy, [states], [micro.summed(bonus_N)])
     return losses, Forward(micro.part.positions_N, detached, terms, ref_logps_N)
 
 

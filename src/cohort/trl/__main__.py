@@ -10,9 +10,11 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers.hf_argparser import HfArg
 
 from cohort.errors import STOPPED, CohortError, ConfigError, RankError, StepError, Stopped, did_you_mean
 from cohort.rewards import BUILTIN_REWARDS, resolve_reward
@@ -43,19 +45,14 @@ NAME_MARKS = re.compile(r"[',]")
 class GRPOScriptArguments(ScriptArguments):
     """The data and the rewards of the command."""
 
-    reward_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Folder or hub id of a reward model."}
-    )
-    reward_funcs: list[str] | None = field(
+    reward_model_name_or_path: str | None = HfArg(default=None, help="Folder or hub id of a reward model.")
+    reward_funcs: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": f"Reward functions: {', '.join(REWARDS)}; an import path, as in my_lib.rewards.mine; or a "
-            "built-in reward of Cohort ('cohort rewards' lists them)."
-        },
+        help=f"Reward functions: {', '.join(REWARDS)}; an import path, as in my_lib.rewards.mine; or a built-in reward "
+        "of Cohort ('cohort rewards' lists them).",
     )
-    allow_changed: list[str] | None = field(
-        default=None,
-        metadata={"help": "What may differ from the resumed run though it changes results; the error names it."},
+    allow_changed: list[str] | None = HfArg(
+        default=None, help="What may differ from the resumed run though it changes results; the error names it."
     )
 
 

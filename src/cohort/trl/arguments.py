@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+from transformers.hf_argparser import HfArg
 
 from cohort.errors import ConfigError, DataError
 
@@ -14,36 +16,30 @@ from cohort.errors import ConfigError, DataError
 class ModelConfig:
     """The model of a script, its adapters and its quantization; the names and defaults are TRL's."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Folder or hub id of the model."})
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
-    dtype: str | None = field(
+    model_name_or_path: str | None = HfArg(default=None, help="Folder or hub id of the model.")
+    model_revision: str = HfArg(default="main", help="Branch, tag or commit of the model.")
+    dtype: str | None = HfArg(
         default="float32",
-        metadata={
-            "help": "Type that the model is loaded in; 'auto': the type it is stored in.",
-            "choices": ["auto", "bfloat16", "float16", "float32"],
-        },
+        help="Type that the model is loaded in; 'auto': the type it is stored in.",
+        metadata={"choices": ["auto", "bfloat16", "float16", "float32"]},
     )
-    attn_implementation: str | None = field(default=None, metadata={"help": "Implementation of attention."})
-    use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters."})
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapters, times the rank."})
-    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout of the adapters."})
-    lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Modules that get adapters."})
-    lora_target_parameters: list[str] | None = field(default=None, metadata={"help": "Parameters that get adapters."})
-    lora_modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules that are trained whole."})
-    lora_task_type: str = field(default="CAUSAL_LM", metadata={"help": "Task type of the adapters."})
-    use_rslora: bool = field(default=False, metadata={"help": "Scale adapters by alpha / sqrt(rank)."})
-    use_dora: bool = field(default=False, metadata={"help": "Weight-decomposed adapters (DoRA)."})
-    load_in_8bit: bool = field(default=False, metadata={"help": "Quantize the base model to 8 bits."})
-    load_in_4bit: bool = field(default=False, metadata={"help": "Quantize the base model to 4 bits."})
-    bnb_4bit_quant_type: str = field(
-        default="nf4", metadata={"help": "Type of 4-bit numbers.", "choices": ["fp4", "nf4"]}
-    )
-    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Quantize the 4-bit constants as well."})
-    bnb_4bit_quant_storage: str | None = field(
-        default=None, metadata={"help": "Type that 4-bit numbers are stored in."}
-    )
-    torch_dtype: str | None = field(default=None, metadata={"help": "Old name of dtype."})
+    attn_implementation: str | None = HfArg(default=None, help="Implementation of attention.")
+    use_peft: bool = HfArg(default=False, help="Train LoRA adapters.")
+    lora_r: int = HfArg(default=16, help="Rank of the adapters.")
+    lora_alpha: int = HfArg(default=32, help="Scale of the adapters, times the rank.")
+    lora_dropout: float = HfArg(default=0.05, help="Dropout of the adapters.")
+    lora_target_modules: list[str] | None = HfArg(default=None, help="Modules that get adapters.")
+    lora_target_parameters: list[str] | None = HfArg(default=None, help="Parameters that get adapters.")
+    lora_modules_to_save: list[str] | None = HfArg(default=None, help="Modules that are trained whole.")
+    lora_task_type: str = HfArg(default="CAUSAL_LM", help="Task type of the adapters.")
+    use_rslora: bool = HfArg(default=False, help="Scale adapters by alpha / sqrt(rank).")
+    use_dora: bool = HfArg(default=False, help="Weight-decomposed adapters (DoRA).")
+    load_in_8bit: bool = HfArg(default=False, help="Quantize the base model to 8 bits.")
+    load_in_4bit: bool = HfArg(default=False, help="Quantize the base model to 4 bits.")
+    bnb_4bit_quant_type: str = HfArg(default="nf4", help="Type of 4-bit numbers.", metadata={"choices": ["fp4", "nf4"]})
+    use_bnb_nested_quant: bool = HfArg(default=False, help="Quantize the 4-bit constants as well.")
+    bnb_4bit_quant_storage: str | None = HfArg(default=None, help="Type that 4-bit numbers are stored in.")
+    torch_dtype: str | None = HfArg(default=None, help="Old name of dtype.")
 
     trust_remote_code: ClassVar[bool] = False
     """An old name that scripts still read. The argument belongs to ``GRPOConfig`` now, as in TRL."""
@@ -60,12 +56,12 @@ class ModelConfig:
 class ScriptArguments:
     """The data of a script; the names and defaults are TRL's."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Folder or hub id of the data set."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split for training."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split for evaluation."})
-    dataset_streaming: bool = field(default=False, metadata={"help": "Read the data set as it is needed."})
-    ignore_bias_buffers: bool = field(default=False, metadata={"help": "No effect; accepted because TRL has it."})
+    dataset_name: str | None = HfArg(default=None, help="Folder or hub id of the data set.")
+    dataset_config: str | None = HfArg(default=None, help="Configuration of the data set.")
+    dataset_train_split: str = HfArg(default="train", help="Split for training.")
+    dataset_test_split: str = HfArg(default="test", help="Split for evaluation.")
+    dataset_streaming: bool = HfArg(default=False, help="Read the data set as it is needed.")
+    ignore_bias_buffers: bool = HfArg(default=False, help="No effect; accepted because TRL has it.")
 
 
 @dataclass
@@ -90,22 +86,19 @@ class DatasetConfig:
 class DatasetMixtureConfig:
     """Several data sets that are used as one, as listed under ``datasets:`` in a script's YAML file."""
 
-    datasets: list[DatasetConfig] = field(default_factory=list, metadata={"help": "The data sets, in a YAML file."})
-    streaming: bool = field(default=False, metadata={"help": "Read the data sets as they are needed."})
-    test_split_size: float | None = field(default=None, metadata={"help": "Share or number of rows to hold out."})
+    datasets: list[DatasetConfig] = HfArg(default_factory=list, help="The data sets, in a YAML file.")
+    streaming: bool = HfArg(default=False, help="Read the data sets as they are needed.")
+    test_split_size: float | None = HfArg(default=None, help="Share or number of rows to hold out.")
 
     def __post_init__(self) -> None:
-        self.datasets = [_dataset_config(given) for given in self.datasets]
-
-
-def _dataset_config(given: Any) -> DatasetConfig:
-    if isinstance(given, DatasetConfig):
-        return given
-    try:
-        return DatasetConfig(**given)
-    except TypeError:  # not a mapping, an unknown key, or no path
-        names = ", ".join(DatasetConfig.__dataclass_fields__)
-        raise ConfigError(f"a data set of the mixture needs path, and can have {names}; got {given!r:.80}") from None
+        for number, given in enumerate(self.datasets):
+            try:
+                self.datasets[number] = given if isinstance(given, DatasetConfig) else DatasetConfig(**given)
+            except TypeError:  # not a mapping, an unknown key, or no path
+                names = ", ".join(DatasetConfig.__dataclass_fields__)
+                raise ConfigError(
+                    f"a data set of the mixture needs path, and can have {names}; got {given!r:.80}"
+                ) from None
 
 
 def load_named(path: str, **options: Any) -> Any:

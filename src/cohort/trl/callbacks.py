@@ -31,10 +31,15 @@ from cohort.trl.logs import Window, evaluation_keys, numbers
 log = logging.getLogger("cohort.trl")
 NEVER_CALLED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_predict")
 """Methods for moments that a run of Cohort does not stop at, or does not have."""
+OF_THIS_PROCESS = (
+    *("max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs"),
+    *("is_local_process_zero", "is_world_process_zero"),
+)
+"""Fields of ``TrainerState`` that a resumed run has from its arguments, not from the checkpoint."""
 
 
-class Progress(ProgressCallback):  # type: ignore[misc]  # transformers has no types
-    """A progress bar that prints TRL's part of an entry of the log, without Cohort's own keys.
+class _WithoutOwnKeys(TrainerCallback):  # type: ignore[misc]  # transformers has no types
+    """Prints TRL's part of an entry of the log, without Cohort's own keys.
 
     Args:
         window: the log's.
@@ -49,15 +54,12 @@ class Progress(ProgressCallback):  # type: ignore[misc]  # transformers has no t
         super().on_log(args, state, control, logs=self._window.without_own(logs), **more)
 
 
-class Printer(PrinterCallback):  # type: ignore[misc]
-    """Prints TRL's part of an entry of the log, where there is no progress bar; see ``Progress``."""
+class Progress(_WithoutOwnKeys, ProgressCallback):  # type: ignore[misc]
+    """A progress bar, and the log above it."""
 
-    def __init__(self, window: Window) -> None:
-        self._window = window
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-        """Print an entry."""
-        super().on_log(args, state, control, logs=self._window.without_own(logs), **more)
+class Printer(_WithoutOwnKeys, PrinterCallback):  # type: ignore[misc]
+    """The log alone."""
 
 
 def handler_of(
@@ -121,10 +123,11 @@ class Events(Companion):
         updates_per_epoch: of an epoch.
     """
 
-    alone_asks_evaluations = True
+    asks_for_evaluations = True
+    initial_can_be_best = False
 
     def __init__(self, trainer: Any, window: Window, updates_per_rollout: int, updates_per_epoch: int) -> None:
-        self._of = weakref.ref(trainer)  # the run's parts hold this object: no cycle
+        self._trainer: Any = weakref.proxy(trainer)  # the run's parts hold this object: no cycle
         self.window, self.updates_per_rollout, self._per_epoch = window, updates_per_rollout, updates_per_epoch
         self.wants_evaluation = self.wants_checkpoint = self.wants_stop = False
         """What the callbacks have asked for at the end of the rollout."""
@@ -137,9 +140,7 @@ class Events(Companion):
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], _metrics: Mapping[str, Any]) -> None:
         """An evaluation of the run ended: log it, tell the callbacks, and note whether it is the best. The one before
         training never is, as in transformers."""
-        trainer = self._of()
-        assert trainer is not None
-        found = tell_evaluation(trainer, evaluations)
+        found = tell_evaluation(self._trainer, evaluations)
         if step:
             self.note(found)
 
@@ -149,22 +150,20 @@ class Events(Companion):
         Args:
             found: its metrics, by TRL's names.
         """
-        trainer = self._of()
-        assert trainer is not None
-        is_best = note_best(trainer.args, trainer.state, found)
-        if trainer.args.save_strategy == "best":
+        args = self._trainer.args
+        is_best = note_best(args, self._trainer.state, found)
+        if args.save_strategy == "best":
             self.wants_checkpoint = is_best
 
     def updated(self, metrics: Mapping[str, Any]) -> None:
         """The updates of a rollout are made: tell the callbacks of each."""
-        trainer = self._of()
-        assert trainer is not None
+        trainer = self._trainer
         if metrics["step"] > self._rollouts:  # else the run was stopped in the evaluation that follows, and resumed
             self._rollouts = metrics["step"]
             self.wants_evaluation = self.wants_checkpoint = self.wants_stop = False
             each, rollout = metrics[EACH_UPDATE], {key: one for key, one in metrics.items() if key != EACH_UPDATE}
             for number in range(self.updates_per_rollout):
-                self._update(trainer, each[number] if number < len(each) else {}, None if number else rollout)
+                self._update(each[number] if number < len(each) else {}, None if number else rollout)
             if trainer.state.global_step >= trainer.state.max_steps:
                 self.end_epoch()
         if any(trainer.core.world.gather(self._wants_epoch_stop)):  # a checkpoint follows, so all updates are told of
@@ -172,7 +171,8 @@ class Events(Companion):
         if self.wants_evaluation and trainer.core.evaluator is not None:
             trainer.core.evaluate_now()
 
-    def _update(self, trainer: Any, update: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
+    def _update(self, update: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
+        trainer = self._trainer
         state, handler = trainer.state, trainer.callback_handler
         if not self._in_epoch:
             self._in_epoch = True
@@ -183,21 +183,21 @@ class Events(Companion):
         self.window.add(update, rollout)
         state.num_input_tokens_seen = self.window.num_tokens
         trainer.control = handler.on_step_end(trainer.args, state, trainer.control)
-        self._obey(trainer)
+        self._obey()
         if state.global_step % self._per_epoch == 0:
             self.end_epoch()
 
     def end_epoch(self) -> None:
         """Tell the callbacks that the epoch ended, unless they know."""
-        trainer = self._of()
-        assert trainer is not None
+        trainer = self._trainer
         if self._in_epoch:
             self._in_epoch = False
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
-            self._obey(trainer)
+            self._obey()
 
-    def _obey(self, trainer: Any) -> None:
+    def _obey(self) -> None:
         """Log if it is asked for, and remember what else is."""
+        trainer = self._trainer
         if trainer.control.should_log and trainer.state.global_step > self._logged:
             self._logged = trainer.state.global_step
             trainer.log(self.window.entry())
@@ -209,10 +209,8 @@ class Events(Companion):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of transformers' trainer and of its callbacks, and what is to be logged."""
-        trainer = self._of()
-        assert trainer is not None
         return {
-            "state": state_of(trainer),
+            "state": state_of(self._trainer),
             "window": self.window.state_dict(),
             "rollouts": self._rollouts,
             "logged": self._logged,
@@ -225,17 +223,11 @@ class Events(Companion):
         Raises:
             RunFolderError: the run was not begun by ``cohort.trl``.
         """
-        trainer = self._of()
-        assert trainer is not None
         if not state:
             raise RunFolderError("the run was not begun with cohort.trl: continue it with 'cohort resume'")
-        fresh = trainer.state
-        trainer.state = restored = TrainerState(**state["state"])
-        for name in ("max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs"):
-            setattr(restored, name, getattr(fresh, name))  # as the arguments have them now
-        for name in ("is_local_process_zero", "is_world_process_zero"):
-            setattr(restored, name, getattr(fresh, name))
-        _restore_callbacks(trainer.callback_handler, restored.stateful_callbacks)
+        present = {name: getattr(self._trainer.state, name) for name in OF_THIS_PROCESS}
+        self._trainer.state = TrainerState(**state["state"] | present)
+        _restore_callbacks(self._trainer.callback_handler, state["state"]["stateful_callbacks"])
         self.window.load_state_dict(state["window"])
         self._rollouts, self._logged = state["rollouts"], state["logged"]
         self.wants_evaluation, self.wants_checkpoint, self.wants_stop = state["wanted"]

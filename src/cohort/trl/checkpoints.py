@@ -18,8 +18,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from cohort.errors import RunFolderError
 from cohort.parallel import on_main
-from cohort.runs import RunFolder, steps_of, write_atomically
+from cohort.runs.durable import write_atomically
+from cohort.runs.folder import RunFolder
 from cohort.runs.output import find_folder
+from cohort.runs.reading import steps_of
 
 log = logging.getLogger("cohort.trl")
 SAVED = ("config.json", "adapter_config.json", "*.safetensors", f"{PREFIX_CHECKPOINT_DIR}-*")
@@ -120,15 +122,14 @@ def check_resumable(output_dir: str, resume_from: str | bool | os.PathLike[str] 
     if not resume_from:
         return False
     folder = Path(output_dir).expanduser()
-    given = folder if resume_from is True else Path(resume_from).expanduser()
-    if resume_from is not True and not given.is_dir():
-        raise RunFolderError(f"resume_from_checkpoint: there is no checkpoint {given}")
     newest = max(steps_of(folder / "checkpoints"), default=None)
-    if resume_from is True and newest is None:
-        raise RunFolderError(f"no checkpoint to resume from in output_dir {output_dir}")
     if resume_from is True:
+        if newest is None:
+            raise RunFolderError(f"no checkpoint to resume from in output_dir {output_dir}")
         return True
-    found = folder / "checkpoints" / f"step-{newest}"
+    given, found = Path(resume_from).expanduser(), folder / "checkpoints" / f"step-{newest}"
+    if not given.is_dir():
+        raise RunFolderError(f"resume_from_checkpoint: there is no checkpoint {given}")
     if not given.resolve().is_relative_to(folder.resolve()):
         raise RunFolderError(
             f"resume_from_checkpoint: {given} belongs to another run than output_dir {output_dir}: set output_dir to "

@@ -45,15 +45,11 @@ RENAMED = {name: field.to for name, field in FIELDS.items() if field.old and fie
 """Old names with the present ones."""
 
 
-def of_verdict(verdict: Verdict) -> tuple[str, ...]:
-    """The names of the fields with a verdict."""
-    return tuple(name for name, field in FIELDS.items() if field.verdict == verdict)
-
-
 def setting_fields(setting: str) -> tuple[str, ...]:
-    """The fields that become one of Cohort's settings, for errors about it.
+    """The fields that become one of Cohort's settings, or a number of a part, for errors about it.
 
-    >>> setting_fields("optim.warmup_steps")
-    ('warmup_steps', 'warmup_ratio')
+    >>> setting_fields("optim.warmup_steps"), setting_fields("trust_region.tau_positive")
+    (('warmup_steps', 'warmup_ratio'), ('sapo_temperature_pos',))
     """
-    return tuple(name for name, field in FIELDS.items() if field.to == setting)
+    part = f"objective.{setting}"
+    return tuple(name for name, field in FIELDS.items() if field.to == setting or f"{field.to}.{field.why}" == part)

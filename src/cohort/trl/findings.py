@@ -10,7 +10,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]  # transformers requi
 from cohort.report.console.state import finding_text, settings_of
 from cohort.report.console.tail import Tail
 from cohort.report.diagnosis import Diagnosis, why_no_gradient
-from cohort.runs import RunFolder
+from cohort.runs.folder import RunFolder
 from cohort.trl.translate import in_trl_terms
 
 

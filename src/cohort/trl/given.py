@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 from transformers.pytorch_utils import Conv1D
 
 from cohort.calls import is_async
@@ -38,18 +38,6 @@ def default_arguments(model: Any) -> Arguments:
     """TRL's arguments for ``args=None``."""
     name = model if isinstance(model, str) else str(getattr(model.config, "_name_or_path", "") or "model")
     return Arguments(f"{Path(name).name}-GRPO")
-
-
-def checked_tokenizer(given: Any) -> Any:
-    """The tokenizer of ``processing_class``, which may be a processor that has one; None for None.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    found = getattr(given, "tokenizer", given)
-    if found is not None and not isinstance(found, PreTrainedTokenizerBase):
-        raise ConfigError(f"processing_class: expected a tokenizer, got {type(given).__name__}: pass arguments by name")
-    return found
 
 
 def of_revision(model: Any, args: Any) -> Any:
@@ -189,12 +177,8 @@ def _reward(function: Any, tokenizer: Any, trainer: Callable[[], Any], device: s
     if isinstance(function, functools.partial):
         inner = _reward(function.func, None, trainer, device)
         return functools.partial(inner, *function.args, **function.keywords)
-    return _with_state(function, trainer) if _takes_state(function) else function
-
-
-def _takes_state(function: Callable[..., Any]) -> bool:
-    """Whether a function has a parameter ``trainer_state``, or takes all that it is given."""
-    return any(one.name == "trainer_state" or one.kind is one.VAR_KEYWORD for one in parameters_of(function))
+    takes_state = any(one.name == "trainer_state" or one.kind is one.VAR_KEYWORD for one in parameters_of(function))
+    return _with_state(function, trainer) if takes_state else function
 
 
 def _with_state(function: Callable[..., Any], trainer: Callable[[], Any]) -> Callable[..., Any]:

@@ -66,9 +66,7 @@ def create_repo(args: Any) -> str:
     return str(repo.repo_id)
 
 
-def upload(
-    args: Any, repo: str, *, message: str | None, blocking: bool, token: str | None, revision: str | None
-) -> Any:
+def upload(args: Any, repo: str, message: str | None, wait: bool, token: str | None, revision: str | None) -> Any:
     """Upload the model in ``output_dir`` without what the run keeps beside it; as ``HfApi.upload_folder``."""
     from huggingface_hub import HfApi
 
@@ -78,7 +76,7 @@ def upload(
         folder_path=args.output_dir,
         commit_message=message,
         token=token or args.hub_token,
-        run_as_future=not blocking,
+        run_as_future=not wait,
         ignore_patterns=list(NOT_UPLOADED),
         revision=revision or args.hub_revision,
     )

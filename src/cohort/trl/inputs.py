@@ -39,29 +39,16 @@ def checked_inputs(init: Callable[..., None]) -> Callable[..., None]:
             raise ConfigError(f"GRPOTrainer: {error}; it takes {', '.join(names)}") from None
         for name in ("train_dataset", "eval_dataset"):
             _check_rows(name, given.get(name))
-        for name, value in given.items():
-            words, fits = KINDS.get(name, ("", _anything))
-            if not fits(value):
+        for name, (words, fits) in KINDS.items():
+            if name in given and not fits(given[name]):
                 raise ConfigError(
-                    f"{name}: expected {words}, got {type(value).__name__}; the order is {', '.join(names)}: pass "
-                    "arguments by name"
+                    f"{name}: expected {words}, got {type(given[name]).__name__}; the order is {', '.join(names)}: "
+                    "pass arguments by name"
                 )
         with errors_in_trl_terms():
             init(self, *values, **named)
 
     return checked
-
-
-def _anything(_: Any) -> bool:
-    return True
-
-
-def _is_arguments(value: Any) -> bool:
-    return isinstance(value, TrainingArguments | cohort.config.GRPOConfig)
-
-
-def _is_model(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike) or hasattr(value, "state_dict")
 
 
 def _is_rewards(value: Any) -> bool:
@@ -70,8 +57,12 @@ def _is_rewards(value: Any) -> bool:
 
 
 def _is_rows(value: Any) -> bool:
-    other = isinstance(value, PreTrainedTokenizerBase) or _is_arguments(value) or callable(value)
-    return not other
+    others = PreTrainedTokenizerBase | TrainingArguments | cohort.config.GRPOConfig
+    return not (isinstance(value, others) or callable(value))
+
+
+def _is_tokenizer(value: Any) -> bool:
+    return value is None or isinstance(getattr(value, "tokenizer", value), PreTrainedTokenizerBase)
 
 
 def _check_rows(name: str, given: Any) -> None:
@@ -110,13 +101,17 @@ def _is_pair(value: Any) -> bool:
 
 
 KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "model": ("a folder, a hub id, or a loaded model", _is_model),
+    "model": (
+        "a folder, a hub id, or a loaded model",
+        lambda value: isinstance(value, str | os.PathLike) or hasattr(value, "state_dict"),
+    ),
     "reward_funcs": ("functions, or names or models of reward models", _is_rewards),
     "train_dataset": ("rows", _is_rows),
     "eval_dataset": ("rows, or named sets of rows", _is_rows),
+    "processing_class": ("a tokenizer", _is_tokenizer),
     "reward_processing_classes": (
         "tokenizers of the reward models",
-        lambda value: _is_list(value) or isinstance(value, PreTrainedTokenizerBase),
+        lambda value: _is_list(value) or _is_tokenizer(value),
     ),
     "callbacks": ("a list of callbacks", _is_list),
     "optimizers": ("(optimizer, scheduler) of torch, or None in place of one", _is_pair),
@@ -130,5 +125,5 @@ KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: value is None or callable(value) or isinstance(value, Mapping),
     ),
 }
-"""Argument to what it takes in words, and as a test. ``args``, ``processing_class`` and ``peft_config`` have errors of
-their own (``translate.check_args``, ``given``)."""
+"""Argument to what it takes in words, and as a test. ``args`` and ``peft_config`` have errors of their own
+(``translate.check_args``, ``given``)."""

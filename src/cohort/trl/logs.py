@@ -63,7 +63,8 @@ class Window:
             updates = (rollout["updates"] or 0) + (rollout["updates_nonfinite"] or 0)
             self._step_time = (rollout["seconds/step"] or 0.0) / max(1, updates)
             self._of_rollouts.append(rollout_keys(rollout, self._objective, self._generations, served=self._served))
-            self._own.append({key: value for key, value in rollout.items() if _stands_beside(key)})
+            beside = (key for key in rollout if key not in NOT_LOGGED and not key.startswith("eval/"))
+            self._own.append({key: rollout[key] for key in beside})
         found = update_keys(update, self._objective, self._router)
         if found and self._objective.entropy:
             found["entropy_coef"] = self._next_entropy_coef(update)
@@ -122,13 +123,7 @@ def rollout_keys(
     """
     completions = int(metrics["groups/sampled"] or 0) * num_generations
     scored = completions - int(metrics["reward/unscored"] or 0)
-    found: dict[str, float | None] = {
-        "completions/mean_length": metrics["length/mean"],
-        "completions/min_length": metrics["length/min"],
-        "completions/max_length": metrics["length/max"],
-        "completions/clipped_ratio": 1 - (metrics["length/ended_share"] or 0.0),
-        **{f"completions/{part}_terminated_length": metrics[f"length/ended_{part}"] or 0.0 for part in _LENGTHS},
-    }
+    found = _length_keys(metrics)
     for name in _reward_names(metrics):
         own = round(completions * (1 - (metrics[f"rewards/{name}/unscored_share"] or 0.0)))
         found[f"rewards/{name}/mean"] = metrics[f"rewards/{name}"]
@@ -182,12 +177,7 @@ def evaluation_keys(metrics: Numbers, name: str = "", num_tokens: int = 0) -> di
     """
     before, after = (f"eval/{name}/", f"eval_{name}_") if name else ("eval/", "eval_")
     found = {key.removeprefix(before): value for key, value in metrics.items() if key.startswith(before)}
-    ended = found["length/ended_share"]
-    keys: dict[str, float | None] = {
-        **{f"completions/{part}_length": found[f"length/{part}"] for part in _LENGTHS},
-        "completions/clipped_ratio": None if ended is None else 1 - ended,
-        **{f"completions/{part}_terminated_length": found[f"length/ended_{part}"] or 0.0 for part in _LENGTHS},
-    }
+    keys = _length_keys(found)
     for key, value in found.items():
         if key.startswith("rewards/") and key.endswith("/mean"):
             keys |= {key: value, **_std(found, key.removesuffix("/mean"))}
@@ -195,6 +185,16 @@ def evaluation_keys(metrics: Numbers, name: str = "", num_tokens: int = 0) -> di
     keys |= {"frac_reward_zero_std": found["reward/dead_share"], "num_tokens": num_tokens}
     keys |= {key.removeprefix("custom/"): value for key, value in found.items() if key.startswith("custom/")}
     return {f"{after}{key}": value for key, value in keys.items()}
+
+
+def _length_keys(metrics: Numbers) -> dict[str, float | None]:
+    """TRL's keys of lengths, of training or of an evaluation."""
+    ended = metrics["length/ended_share"]
+    return {
+        **{f"completions/{part}_length": metrics[f"length/{part}"] for part in _LENGTHS},
+        "completions/clipped_ratio": None if ended is None else 1 - ended,
+        **{f"completions/{part}_terminated_length": metrics[f"length/ended_{part}"] or 0.0 for part in _LENGTHS},
+    }
 
 
 def _std(metrics: Numbers, of: str) -> dict[str, float | None]:
@@ -241,10 +241,6 @@ _LENGTHS = ("mean", "min", "max")
 def _reward_names(metrics: Numbers) -> list[str]:
     end = "/unscored_share"
     return [key[len("rewards/") : -len(end)] for key in metrics if key.startswith("rewards/") and key.endswith(end)]
-
-
-def _stands_beside(key: str) -> bool:
-    return key not in NOT_LOGGED and not key.startswith("eval/")
 
 
 def _means(entries: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -11,15 +11,18 @@ from cohort.trl.fields import FIELDS, RENAMED
 from cohort.trl.translate import UNUSED_KEYS
 
 ENGINE = ("max_model_length", "tensor_parallel_size", "gpu_memory_utilization", "model_impl")
+SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 ENGINE_OF_COLOCATE = (*(f"vllm_{name}" for name in ENGINE), "vllm_dtype", "vllm_enable_prefix_caching")
+
+
+def _named(prefix: str) -> tuple[str, ...]:
+    return tuple(name for name in FIELDS if name.startswith(prefix))
+
+
 GATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (tuple(name for name in FIELDS if name.startswith("vllm_")), lambda a: a.use_vllm, "use_vllm is False"),
+    (_named("vllm_"), lambda a: a.use_vllm, "use_vllm is False"),
     (ENGINE_OF_COLOCATE, lambda a: a.vllm_mode != "server", "the server of vllm_mode 'server' has its own"),
-    (
-        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
-        lambda a: a.vllm_mode == "server",
-        "vllm_mode is 'colocate'",
-    ),
+    (SERVER, lambda a: a.vllm_mode == "server", "vllm_mode is 'colocate'"),
     (
         tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")),
         lambda a: a.vllm_importance_sampling_correction and a.loss_type != "vespo",
@@ -29,16 +32,8 @@ GATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("epsilon",), lambda a: a.loss_type not in ("cispo", "sapo", "vespo"), "loss_type has no lower bound"),
     (("epsilon_high",), lambda a: a.loss_type not in ("sapo", "vespo"), "loss_type does not clip"),
     (("importance_sampling_level",), lambda a: a.loss_type != "vespo", "loss_type 'vespo' has its own"),
-    (
-        tuple(name for name in FIELDS if name.startswith("sapo_")),
-        lambda a: a.loss_type == "sapo",
-        "loss_type is not 'sapo'",
-    ),
-    (
-        tuple(name for name in FIELDS if name.startswith("vespo_")),
-        lambda a: a.loss_type == "vespo",
-        "loss_type is not 'vespo'",
-    ),
+    (_named("sapo_"), lambda a: a.loss_type == "sapo", "loss_type is not 'sapo'"),
+    (_named("vespo_"), lambda a: a.loss_type == "vespo", "loss_type is not 'vespo'"),
     (
         ("scale_rewards",),
         lambda a: a.multi_objective_aggregation != "normalize_then_sum",
@@ -58,6 +53,13 @@ GATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 """Fields; whether other fields let them count; and why they do not, where those do not."""
 
 
+REWARDS = (
+    "a reward function that raises leaves its completions unscored; one that fails on a whole rollout ends the run",
+    "reward functions are tried on two rows before the model is loaded",
+)
+"""What holds for the reward functions of every run."""
+
+
 def _closed_gate(args: Any, name: str) -> str | None:
     """Why a field does not count in this run; None where it counts."""
     return next((why for names, counts, why in GATES if name in names and not counts(args)), None)
@@ -72,7 +74,8 @@ def differences(args: Any, config: GRPOConfig, batch: Batch, updates: int) -> st
         batch: its batches.
         updates: ``state.max_steps``.
     """
-    lines = [*_updates(batch, updates), *_numbers(config), *_rewards(), *_uploads(args), *_fields(args)]
+    uploads = ["the hub gets the model when train() ends, not with every checkpoint"] if args.push_to_hub else []
+    lines = [*_updates(batch, updates), *_numbers(config), *REWARDS, *uploads, *_fields(args)]
     return "\n".join(["how this run differs from TRL's (see 'cohort docs trl'):", *(f"  {line}" for line in lines)])
 
 
@@ -104,17 +107,6 @@ def _numbers(config: GRPOConfig) -> list[str]:
     if cut:
         lines.append("top_k, top_p, min_p and repetition_penalty also shape the log-probabilities of the update")
     return lines
-
-
-def _rewards() -> list[str]:
-    return [
-        "a reward function that raises leaves its completions unscored; one that fails on a whole rollout ends the run",
-        "reward functions are tried on two rows before the model is loaded",
-    ]
-
-
-def _uploads(args: Any) -> list[str]:
-    return ["the hub gets the model when train() ends, not with every checkpoint"] if args.push_to_hub else []
 
 
 def _fields(args: Any) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cohort.errors import ConfigError, did_you_mean
+from cohort.trl.fields import FIELDS
 
 Settings = dict[str, Any]
 STD_EPSILON = 1e-4
@@ -64,12 +65,14 @@ def objective_settings(args: Any) -> Settings:
         "ratio_anchor": "sampler" if by_sampler else "old",
         "ratio_level": "sequence_product" if loss == "vespo" else LEVELS[level],
         "trust_region": _trust_region(args, loss),
-        "mismatch": [*_mismatch_weight(args, by_sampler), *_off_policy_mask(args)],
+        "mismatch": _mismatch_weight(args, by_sampler),
         "top_entropy": _top_entropy(args),
         "entropy": _entropy(args),
         "aggregation": AGGREGATIONS[loss],
         "sync_ref_model": bool(args.sync_ref_model),
     }
+    if args.off_policy_mask_threshold is not None:
+        settings["mismatch"] += [{"rule": "off_policy_mask", "threshold": float(args.off_policy_mask_threshold)}]
     _check_level(level, loss, settings)
     if not args.use_bias_correction_kl:
         settings["kl"] = "k3_legacy"
@@ -102,19 +105,9 @@ def _check_level(level: str, loss: str, settings: Settings) -> None:
 
 def _trust_region(args: Any, loss: str) -> Settings:
     if loss == "sapo":
-        return {
-            "rule": "sapo",
-            "tau_positive": float(args.sapo_temperature_pos),
-            "tau_negative": float(args.sapo_temperature_neg),
-        }
+        return {"rule": "sapo", **_numbers(args, "sapo_")}
     if loss == "vespo":
-        return {
-            "rule": "gamma",
-            "k_positive": float(args.vespo_k_pos),
-            "lambda_positive": float(args.vespo_lambda_pos),
-            "k_negative": float(args.vespo_k_neg),
-            "lambda_negative": float(args.vespo_lambda_neg),
-        }
+        return {"rule": "gamma", **_numbers(args, "vespo_")}
     low, high = float(args.epsilon), float(args.epsilon if args.epsilon_high is None else args.epsilon_high)
     if loss == "cispo":
         if high < 1:
@@ -134,6 +127,11 @@ def _trust_region(args: Any, loss: str) -> Settings:
     return {"rule": "ppo_clip", "low": max(0.0, 1 - low), "high": 1 + high, "dual": dual}
 
 
+def _numbers(args: Any, prefix: str) -> Settings:
+    """The numbers of a part: the fields whose names begin so, by the numbers that ``fields.toml`` says they are."""
+    return {field.why: float(getattr(args, name)) for name, field in FIELDS.items() if name.startswith(prefix)}
+
+
 def _mismatch_weight(args: Any, by_sampler: bool) -> list[Settings]:
     """The weight by old / sampler; vespo's ratio holds it already."""
     if not args.use_vllm or not args.vllm_importance_sampling_correction or by_sampler:
@@ -150,11 +148,6 @@ def _mismatch_weight(args: Any, by_sampler: bool) -> list[Settings]:
     return [{"rule": "weight", "level": level, "mode": mode, "low": low, "high": high}]
 
 
-def _off_policy_mask(args: Any) -> list[Settings]:
-    threshold = args.off_policy_mask_threshold
-    return [] if threshold is None else [{"rule": "off_policy_mask", "threshold": float(threshold)}]
-
-
 def _top_entropy(args: Any) -> float:
     share = float(args.top_entropy_quantile)
     if not 0 < share <= 1:
@@ -164,14 +157,6 @@ def _top_entropy(args: Any) -> float:
 
 def _entropy(args: Any) -> Settings | str:
     """The entropy bonus; TRL's target counts only with ``use_adaptive_entropy``."""
-    coefficient = float(args.entropy_coef)
-    if not args.use_adaptive_entropy:
-        return {"rule": "entropy", "coefficient": coefficient} if coefficient else "none"
-    return {
-        "rule": "entropy",
-        "coefficient": coefficient,
-        "target": float(args.entropy_target),
-        "step": float(args.entropy_coef_delta),
-        "minimum": float(args.entropy_coef_min),
-        "maximum": float(args.entropy_coef_max),
-    }
+    if args.use_adaptive_entropy:
+        return {"rule": "entropy", **_numbers(args, "entropy_")}
+    return {"rule": "entropy", "coefficient": float(args.entropy_coef)} if args.entropy_coef else "none"

@@ -21,8 +21,8 @@ from cohort.errors import FIXABLE, ConfigError, Stopped
 from cohort.parallel import on_main
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
-from cohort.runs import CONTINUED_BY
 from cohort.runs.checkpoints import load_weights
+from cohort.runs.starts import CONTINUED_BY
 from cohort.train.resume import RunEndedError
 from cohort.train.stop import with_resume_hint
 from cohort.trl.batch import Batch
@@ -31,7 +31,6 @@ from cohort.trl.checkpoints import begin, best_checkpoint, check_resumable, link
 from cohort.trl.completions import CompletionTables, LastRollout
 from cohort.trl.findings import Findings
 from cohort.trl.given import (
-    checked_tokenizer,
     count_prompts,
     default_arguments,
     of_revision,
@@ -104,7 +103,6 @@ class GRPOTrainer:
         self.args = args = default_arguments(model) if args is None else args
         check_args(args)
         _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
-        tokenizer = checked_tokenizer(processing_class)
         set_seed(args.seed)
         model = of_revision(model, args)
         batch = Batch.of(args, args.world_size)
@@ -122,7 +120,7 @@ class GRPOTrainer:
             config,
             self.train_dataset,
             None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-            tokenizer,
+            getattr(processing_class, "tokenizer", processing_class),  # a processor has one
             tools,
             environment_factory,
             [shown] if args.log_completions else (),
@@ -314,8 +312,7 @@ class GRPOTrainer:
             return None
         self.hub_model_id = self.hub_model_id or create_repo(self.args)
         self.create_model_card(**card)
-        options: dict[str, Any] = {"blocking": blocking, "token": token, "revision": revision}
-        return upload(self.args, self.hub_model_id, message=commit_message, **options)
+        return upload(self.args, self.hub_model_id, commit_message, blocking, token, revision)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

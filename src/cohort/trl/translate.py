@@ -44,17 +44,6 @@ INSTEAD = {
     "environment.factory": "environment_factory",
     "run.num_epochs": "num_train_epochs",
     "run.max_steps": "max_steps",
-    "trust_region.tau_positive": "sapo_temperature_pos",
-    "trust_region.tau_negative": "sapo_temperature_neg",
-    "trust_region.k_positive": "vespo_k_pos",
-    "trust_region.k_negative": "vespo_k_neg",
-    "trust_region.lambda_positive": "vespo_lambda_pos",
-    "trust_region.lambda_negative": "vespo_lambda_neg",
-    "entropy.coefficient": "entropy_coef",
-    "entropy.target": "entropy_target",
-    "entropy.step": "entropy_coef_delta",
-    "entropy.minimum": "entropy_coef_min",
-    "entropy.maximum": "entropy_coef_max",
     "mismatch.threshold": "off_policy_mask_threshold",
 }
 """What a TRL script has in place of settings of Cohort that no field names alone."""
@@ -92,16 +81,15 @@ def translate(
     ``save_steps`` are 0.
 
     Args:
-        args: a ``cohort.trl.GRPOConfig``.
+        args: a ``cohort.trl.GRPOConfig`` that ``check_args`` has accepted.
         world_size: processes that train together.
         num_prompts: prompts of the training data; None: streamed.
         model_config: transformers' config of the model, which has the default of ``router_aux_loss_coef``.
 
     Raises:
-        ConfigError: ``args`` is another object, a field is refused, or fields do not go together.
+        ConfigError: fields do not go together, or one is out of its range.
         DataError: the data has fewer prompts than one generation.
     """
-    check_args(args)
     batch = Batch.of(args, world_size)
     _check_counts(args)
     updates, calls = batch.max_steps(args, num_prompts), args.max_tool_calling_iterations

@@ -4,13 +4,12 @@ import re
 import threading
 import time
 
-import pytest
-
 from cohort.report.console import display as display_module
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import step_line
 from cohort.report.diagnosis import why_no_gradient
 from cohort.watchdog import waiting
+from tests.conftest import each
 from tests.report.console.made import evaluation, line, make_run, write_lines
 
 METRICS = {"step": 1, "updates": 1, "updates_skipped": 0, "reward/mean": 0.5, "rewards/accuracy": 0.25, "entropy": 1.5}
@@ -105,7 +104,7 @@ def test_findings_appear_once_also_in_a_resumed_run(tmp_path, capsys):
     assert lines[1:] == ["evaluation after step 11: reward 0.250 (0.200 to 0.300)"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("metrics", "expected"),
     [
         ({"tokens/masked_share": 0.9, "tokens/no_advantage_share": 0.1}, "90% of the tokens belong to completions cut"),

@@ -20,6 +20,7 @@ from cohort.report.console.display import StepDisplay
 from cohort.report.console.keys import Keys
 from cohort.report.console.live import is_live_terminal
 from cohort.report.console.screen import Printed, Screen
+from tests import warm
 from tests.launch.test_processes import wait_for
 from tests.report.console.made import line, make_run
 from tests.train.harness import metrics_of
@@ -56,11 +57,12 @@ class Terminal:
     def screen(self):
         return self.do("capture-pane", "-p").rstrip()
 
-    def wait(self, *texts, absent="\0", seconds=30):
+    def wait(self, *texts, absent="\0", seconds=90, check=lambda _: True):
+        """The screen as soon as it has all texts. What is being drawn anew may be half drawn: ``check`` looks again."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             screen = self.screen()
-            if all(text in screen for text in texts) and absent not in screen:
+            if all(text in screen for text in texts) and absent not in screen and check(screen):
                 return screen
             time.sleep(0.05)
         raise AssertionError(f"{texts} {absent!r} after {seconds} s:\n{self.screen()}")
@@ -77,15 +79,15 @@ def terminal(tmp_path):
 def test_a_run_in_a_terminal(terminal, tmp_path):
     """Prints, keys, another width, Ctrl-Z, the background and Ctrl-C, one after the other: a terminal is slow."""
     terminal.type(f"{sys.executable} -m tests.report.console.fake_run {tmp_path}/run 10000 0.1", "Enter")
-    screen = terminal.wait("step     2", "g last group")
+    screen = terminal.wait("written by a worker", "g last group", check=lambda screen: screen.count("\n\n") == 1)
     above, display = screen.split("\n\n")
     assert above.splitlines()[-4:] == ["described", "printed by a reward function", "a warning", "written by a worker"]
     rows = [text.split()[0] for text in display.splitlines()]
     assert [rows[0], rows[1], rows[-2], rows[-1]] == ["step", "reward", "now", "keys"]
 
     terminal.do("resize-window", "-x", "40")
-    narrow = terminal.wait("healthy: 75% of groups teach,\n")
-    assert narrow.count("g last group") == narrow.count("10000") == narrow.count("\nreward ") == 1
+    once = ("g last group", "10000", "\nreward ")
+    terminal.wait("healthy: 75% of groups teach,\n", check=lambda narrow: all(narrow.count(text) == 1 for text in once))
     terminal.do("resize-window", "-x", "100")
 
     terminal.type("q")
@@ -187,16 +189,7 @@ def test_a_signal_to_watch_leaves_the_terminal_as_it_was(name, tmp_path):
     run = make_run(tmp_path / "run", [line(1)])
     outside, inside = pty.openpty()
     before = termios.tcgetattr(inside)
-    environment = {key: value for key, value in os.environ.items() if key != "CI"} | {"TERM": "xterm"}
-    code = f"import sys; from pathlib import Path; from cohort.report.watch import watch; watch(Path({str(run)!r}))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {code}"],
-        stdin=inside,
-        stdout=inside,
-        stderr=inside,
-        start_new_session=True,
-        env=environment,
-    )
+    process = warm.begin(str(run), os.ttyname(inside), module="tests.report.console.watching", CI=None, TERM="xterm")
     try:
         wait_for(lambda: not termios.tcgetattr(inside)[3] & termios.ECHO, 30)
         process.send_signal(getattr(signal, name))
@@ -204,6 +197,7 @@ def test_a_signal_to_watch_leaves_the_terminal_as_it_was(name, tmp_path):
         assert termios.tcgetattr(inside) == before
     finally:
         process.kill()
+        process.communicate()
         os.close(outside)
         os.close(inside)
 

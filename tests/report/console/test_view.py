@@ -7,6 +7,7 @@ from cohort.report.console.hints import hint
 from cohort.report.console.progress import POINTS, RunProgress, Seconds, Series
 from cohort.report.console.view import Moment, as_plain, hanging, view
 from cohort.report.words import clean
+from tests.conftest import each
 from tests.report.console.made import evaluation, line
 
 NOW = 1000 + 0.3 * 40 + 0.1
@@ -52,8 +53,8 @@ def test_a_run_at_40_columns():
     assert "\nhealth   healthy: 75% of groups teach,\n         entropy 0.5, KL 0.001\n" in text
 
 
-@pytest.mark.parametrize("width", [1, 10, 20, 40, 80, 200])
-@pytest.mark.parametrize("name", ["short", "a_function_with_a_very_long_name", "奖励函数奖励函数", "\x1b[2J\u202e"])
+@each("width", [1, 10, 20, 40, 80, 200])
+@each("name", ["short", "a_function_with_a_very_long_name", "奖励函数奖励函数", "\x1b[2J\u202e"])
 def test_no_line_reaches_the_last_column(width, name):
     progress = run_of(**{f"rewards/{name}": 0.5})
     progress.health = "healthy: " + "without_a_space" * 20
@@ -124,7 +125,7 @@ def test_the_time_left_is_that_of_the_latest_steps():
 BETWEEN, WAITING = {"evaluation and files": 0.5}, {"waiting for the rollout": 0.5}
 
 
-@pytest.mark.parametrize(
+@each(
     ("shares", "settings", "metrics", "expected"),
     [
         ({"rewards": 0.61, "sampling": 0.3}, {}, {}, "rewards take 61% of the step: set reward.workers, or make"),

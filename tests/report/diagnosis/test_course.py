@@ -7,6 +7,7 @@ import pytest
 
 from cohort.report.diagnosis import NAMES, Diagnosis, Finding, Level, health_line, not_run, why_no_gradient
 from cohort.report.diagnosis.checks import CHECKS
+from tests.conftest import each
 
 STEP = {"updates": 1, "updates_skipped": 0, "groups/sampled": 32, "groups/dead_share": 0.2}
 DEAD = {"updates": 1, "updates_skipped": 1, "groups/sampled": 32, "groups/dead_share": 1.0, "reward/std": 0.0}
@@ -55,7 +56,7 @@ def test_a_plateau_is_no_fall():
     assert fed([STEP | {"reward/mean": reward} for reward in rewards]).findings == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("rewards", "check", "words"),
     [
         ([0.1] * 12, "dead_groups", "0.1 is the best possible reward"),
@@ -117,9 +118,7 @@ def test_evaluations_of_a_plateau_are_not_called_a_fall():
     assert fed(lines).findings == []
 
 
-@pytest.mark.parametrize(
-    "sampling", [{"min_p": 0.05}, {"regex": "a+"}, {"json_schema": "{}"}, {"min_completion_length": 4}, {"top_k": 5}]
-)
+@each("sampling", [{"min_p": 0.05}, {"regex": "a+"}, {"json_schema": "{}"}, {"min_completion_length": 4}, {"top_k": 5}])
 def test_truncated_sampling_is_named_as_the_cause_of_a_bias(sampling):
     line = STEP | {"sampler/gap": 1e-6, "sampler/mean_ratio": 0.9, "sampler/mean_ratio_se": 0.001}
     (finding,) = fed([line] * 6, rollout=sampling | {"replay_sampling": False}).findings

@@ -217,10 +217,10 @@ def test_every_check_has_an_illness():
 
 
 def test_a_healthy_run_is_only_told_why_its_value_is_zero():
-    findings = findings_of(train())
+    findings = findings_of(run := train())
     assert [(one.check, one.level, one.step) for one in findings] == [("value_zero", Level.NOTE, 1)]
     assert "normal" in findings[0].found
-    state, lines = RunState(), train()[0]
+    state, lines = RunState(), run[0]
     assert [text for line in lines for text in state.add(line)] == []  # nothing is said of it while the run goes on
 
 

@@ -8,7 +8,7 @@ from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
 from cohort.rollout.vllm.connect import check_servers, servers_of
 from cohort.rollout.vllm.server import Server, ServerError
-from tests.conftest import tiny_llama
+from tests.conftest import each, tiny_llama
 from tests.rollout.vllm.stand_in import RefusedError, StandIn
 
 VOCABULARY = 37
@@ -119,7 +119,7 @@ ADDRESSES = {
 }
 
 
-@pytest.mark.parametrize("name", ADDRESSES)
+@each("name", ADDRESSES)
 def test_addresses_that_are_refused(name):
     address, message = ADDRESSES[name]
     with pytest.raises(ConfigError, match=message):

@@ -22,7 +22,7 @@ from cohort.watchdog import waits_of
 
 if TYPE_CHECKING:
     from cohort.config import Schedule
-    from cohort.runs import RunFolder
+    from cohort.runs.folder import RunFolder
 
 PLAIN_LINES = 20
 """Progress lines of a whole run without a terminal, at least."""
@@ -40,7 +40,6 @@ class StepDisplay:
     Args:
         steps: steps of the whole run.
         enabled: False shows nothing.
-        groups_can_die: whether a group of equal rewards teaches nothing, so that the share of dead groups is shown.
         folder: the run folder: its settings, groups and checkpoints, and the earlier steps of a resumed run.
         stopping: whether the run was asked to stop.
     """
@@ -50,11 +49,10 @@ class StepDisplay:
         steps: int,
         *,
         enabled: bool = True,
-        groups_can_die: bool = True,
         folder: Path | None = None,
         stopping: Callable[[], bool] = bool,
     ) -> None:
-        self._steps, self._enabled, self._groups_can_die = steps, enabled, groups_can_die
+        self._steps, self._enabled = steps, enabled
         self._warned = False
         self._state = RunState(folder, steps)
         self._tail = Tail(folder / "metrics.jsonl") if folder else None
@@ -72,10 +70,7 @@ class StepDisplay:
     @classmethod
     def of(cls, schedule: Schedule, folder: RunFolder | None, stopping: Callable[[], bool], *, enabled: bool) -> Self:
         """The display of a run; without a folder, of one that is complete."""
-        objective = schedule.objective
-        can_die = objective.group_relative and objective.credit in ("outcome", "return_to_go")
-        path = folder.path if folder else None
-        return cls(schedule.steps, enabled=enabled, groups_can_die=can_die, folder=path, stopping=stopping)
+        return cls(schedule.steps, enabled=enabled, folder=folder.path if folder else None, stopping=stopping)
 
     def __enter__(self) -> Self:
         if self._live:
@@ -109,7 +104,7 @@ class StepDisplay:
         is_due |= time.monotonic() - self._line_at >= LINE_SECONDS
         if is_due and not (self._live and self._live.draws):
             self._line_at = time.monotonic()
-            line = step_line(metrics, groups_can_die=self._groups_can_die)
+            line = step_line(metrics, groups_can_die=self._state.groups_compared)
             self._print(f"step {step}/{self._steps}  {line}{self._left()}")
         if metrics["updates"] == metrics["updates_skipped"] and not self._warned:
             self._warned = True

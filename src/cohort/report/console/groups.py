@@ -10,8 +10,7 @@ from pathlib import Path
 from rich.text import Text
 
 from cohort.report.console.view import wrapped
-from cohort.report.files import inside
-from cohort.report.history import TABLE
+from cohort.report.history import stored_rollouts
 from cohort.report.words import clean, number, one_line
 
 COLUMNS = ("prompt", "completion", "reward", "advantage", "finish_reason", "reward_error", "episode_error")
@@ -48,12 +47,8 @@ class ShownGroup:
 
 def newest_file(run: Path) -> Path | None:
     """The table of the newest step in a run folder that is stored; None without one."""
-    try:
-        folder = inside(run, run / "rollouts", directory=True)
-        steps = [int(match[1]) for path in folder.iterdir() if (match := TABLE.fullmatch(path.name)) and not match[2]]
-        return inside(run, folder / f"step-{max(steps)}.parquet") if steps else None
-    except OSError:
-        return None
+    found = stored_rollouts(run)
+    return found[max(found)] if found else None
 
 
 class StoredGroups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cohort.report.labels import parts_of, reward_functions
 from cohort.report.words import number, share
 
 
@@ -31,16 +32,6 @@ def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
     return "  ".join(parts)
 
 
-def reward_functions(metrics: dict[str, Any]) -> dict[str, str]:
-    """The keys of the reward functions' means in a step's metrics, by the functions' names.
-
-    >>> reward_functions({"rewards/format": 1.0, "rewards/format/failed": 0, "reward/mean": 0.5})
-    {'format': 'rewards/format'}
-    """
-    keys = (key for key in metrics if key.startswith("rewards/") and key.count("/") == 1)
-    return {key.removeprefix("rewards/"): key for key in keys}
-
-
 def evaluation_line(metrics: dict[str, Any], when: str, success: str = "") -> str:
     """Rewards, pass@k and maj@k of an evaluation with their intervals, set by set.
 
@@ -51,7 +42,7 @@ def evaluation_line(metrics: dict[str, Any], when: str, success: str = "") -> st
     """
     sets: dict[str, list[str]] = {}
     for key, mean in metrics.items():
-        name, metric = split_metric(key)
+        name, metric = parts_of(key)
         if key.startswith("eval/") and key.endswith("/mean") and metric not in ("length", "cut_share"):
             low, high = (metrics.get(key.removesuffix("mean") + end) for end in ("low", "high"))
             interval = "" if low is None or high is None else f" ({number(low)} to {number(high)})"
@@ -71,14 +62,3 @@ def best_lines(summary: dict[str, Any]) -> list[str]:
         patience = "no better evaluation within eval.early_stopping_patience"
         lines.append(f"stopped early after step {summary['steps']}: {patience}")
     return lines
-
-
-def split_metric(key: str) -> tuple[str, str]:
-    """Split the key of an evaluation's mean into set and metric.
-
-    >>> split_metric("eval/reward/mean"), split_metric("eval/gsm8k/rewards/math/mean")
-    (('', 'reward'), ('gsm8k', 'rewards/math'))
-    """
-    path = key.removeprefix("eval/").removesuffix("/mean")
-    head, _, rest = path.partition("/")
-    return (head, rest) if rest and head != "rewards" else ("", path)

@@ -30,8 +30,7 @@ from cohort.report.console.keys import Keys
 from cohort.report.console.screen import Printed, Screen
 from cohort.report.console.state import RunState
 from cohort.report.console.view import NARROW, Moment, hanging, view
-from cohort.report.files import inside
-from cohort.report.history import CHECKPOINT
+from cohort.report.history import stored_checkpoints
 from cohort.report.words import clean
 
 TICK = 0.25
@@ -287,12 +286,7 @@ class Live:
 
 def newest_checkpoint(folder: Path | None) -> int | None:
     """The step of the newest checkpoint in a run folder; None: there is none."""
-    with suppress(OSError):
-        if folder is not None:
-            paths = inside(folder, folder / "checkpoints", directory=True).iterdir()
-            found = [CHECKPOINT.fullmatch(path.name) for path in paths]
-            return max((int(match[1]) for match in found if match), default=None)
-    return None
+    return max(stored_checkpoints(folder), default=None) if folder else None
 
 
 def _terminal_of_input() -> int | None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from cohort.report.console.lines import reward_functions
 from cohort.report.diagnosis.numbers import number
+from cohort.report.labels import reward_functions
 from cohort.report.words import PHASES
 
 POINTS = 512

@@ -13,10 +13,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from io import TextIOBase
-from typing import TextIO
+from typing import Any, TextIO
 
 HOME, ERASE_LINE, ERASE_BELOW = "\r", "\x1b[K", "\x1b[J"
 NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
@@ -128,7 +127,7 @@ def _last_version(line: str) -> str:
     return line[:-1].rpartition("\r")[2] + line[-1:]
 
 
-class Printed(TextIOBase):
+class Printed:
     """Stands for ``sys.stdout`` or ``sys.stderr`` beside a display: writes complete lines above it.
 
     A line that is written over with carriage returns, as progress bars do, counts as it is at its end.
@@ -159,22 +158,10 @@ class Printed(TextIOBase):
         if rest:
             self._screen.print_above(rest)
 
-    def writable(self) -> bool:
-        """True."""
-        return True
+    def writelines(self, lines: Iterable[str], /) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
-
-    def fileno(self) -> int:
-        """The descriptor of the stream."""
-        return self.stream.fileno()
-
-    def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
-        return self.stream.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The stream's encoding."""
-        return self.stream.encoding

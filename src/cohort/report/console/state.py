@@ -7,7 +7,7 @@ from typing import Any
 
 from cohort.report.console.lines import evaluation_line
 from cohort.report.console.progress import RunProgress
-from cohort.report.diagnosis import Diagnosis, Finding, health_line, worst
+from cohort.report.diagnosis import Diagnosis, Finding, worst
 from cohort.report.files import DAMAGE, read_file, toml_table
 from cohort.report.words import clean, number
 
@@ -37,14 +37,18 @@ class RunState:
         progress.add(metrics)
         said = [finding_text(one) for one in self._diagnosis.step_or_log(metrics) if one.check not in QUIET]
         if metrics["step"]:
-            findings = self._diagnosis.findings
-            progress.health = health_line(metrics, findings, groups_compared=self._diagnosis.groups_compared)
-            progress.level = worst(findings) or "note"
+            progress.health = self._diagnosis.health
+            progress.level = worst(self._diagnosis.findings) or "note"
         if any(key.startswith("eval/") for key in metrics):
             step = metrics["step"]
             when = f"after step {step}" if step else "before training"
             said.append(clean(evaluation_line(metrics, when, success_of(self.settings))))
         return said
+
+    @property
+    def groups_compared(self) -> bool:
+        """Whether a group of equal rewards teaches nothing, so that the share of dead groups says something."""
+        return self._diagnosis.groups_compared
 
     def standing(self) -> list[str]:
         """The warnings and alarms that stand, in words."""

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from cohort.report.console.hints import hint
-from cohort.report.console.lines import split_metric
 from cohort.report.console.progress import RunProgress, Series, sparkline
+from cohort.report.labels import parts_of
 from cohort.report.words import duration, number, one_line, share
 
 NARROW = 60
@@ -125,7 +125,7 @@ def _rewards(metrics: Mapping[str, Any], *, interval: bool = False) -> list[str]
     """The mean reward of each set of an evaluation."""
     found = []
     for key, mean in metrics.items():
-        name, metric = split_metric(key)
+        name, metric = parts_of(key)
         if metric == "reward" and key.endswith("/mean"):
             low, high = (number(metrics.get(key.removesuffix("mean") + end)) for end in ("low", "high"))
             text = f"{number(mean)} ({low} to {high})" if interval else number(mean)

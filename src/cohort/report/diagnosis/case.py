@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from cohort.config.report import ThresholdsConfig
@@ -83,7 +84,7 @@ class Case:
     def _remember(self, metrics: Metrics) -> None:
         """Keep what later steps are compared with."""
         rewards = self.values("reward/mean", RECENT)
-        if len(rewards) == RECENT and (self.best is None or _mean(rewards) > _mean(self.best.rewards)):
+        if len(rewards) == RECENT and (self.best is None or fmean(rewards) > fmean(self.best.rewards)):
             self.best = Window(int(metrics["step"]), rewards)
         for key, near in STILL.items():
             before, after = mean(self.start(key)), mean(self.values(key)[-START:])
@@ -133,11 +134,11 @@ class Case:
         rewards = self.values("reward/mean")
         if self.best is None or len(rewards) < 2 * RECENT:
             return False
-        high, spread = _mean(self.best.rewards), variance(self.best.rewards)
+        high, spread = fmean(self.best.rewards), variance(self.best.rewards)
         least = max(share * (high - self.lowest), TINY * max(1.0, abs(high)))
         for window in (rewards[-2 * RECENT : -RECENT], rewards[-RECENT:]):
             error = math.sqrt((max(variance(window), spread) + spread) / RECENT)
-            if high - _mean(window) <= max(least, FALLS * error):
+            if high - fmean(window) <= max(least, FALLS * error):
                 return False
         return True
 
@@ -180,10 +181,6 @@ class Case:
             return 0.0, 0.0  # every reward of the run is equal: nothing says whether it is a good one
         middle = 0.5 if self.binary else (self.highest + self.lowest) / 2
         return (dead, 0.0) if reward > middle else (0.0, dead)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _numbers(lines: Sequence[Metrics], key: str) -> Iterator[float]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from cohort.config.report import ThresholdsConfig
 from cohort.report.diagnosis.case import Case
 from cohort.report.diagnosis.checks import CHECKS, Check
 from cohort.report.diagnosis.facts import Facts, thresholds_of
 from cohort.report.diagnosis.finding import Finding, Level, Verdict
+from cohort.report.diagnosis.health import health_line
 from cohort.report.words import one_line
 
 if TYPE_CHECKING:
@@ -48,10 +49,24 @@ class Diagnosis:
         self._noted: set[str] = set()
         self._has_failed = False
 
+    @classmethod
+    def of(cls, history: RunHistory, thresholds: ThresholdsConfig | None = None) -> Self:
+        """The diagnosis of a run so far."""
+        made = cls(history.settings, thresholds)
+        for metrics in history.metrics:
+            made.step(metrics)
+        return made
+
     @property
     def groups_compared(self) -> bool:
         """Whether a group of equal rewards teaches nothing, so that the others are those that teach."""
         return self._case.facts.groups_compared
+
+    @property
+    def health(self) -> str:
+        """The latest step in one line (``health_line``); empty before the first."""
+        compared = self.groups_compared
+        return health_line(self._case.now, self.findings, groups_compared=compared) if self._case.last else ""
 
     @property
     def standing(self) -> list[Finding]:
@@ -158,10 +173,7 @@ def _next(before: Finding, now: Finding) -> Finding:
 
 def diagnose(history: RunHistory, thresholds: ThresholdsConfig | None = None) -> list[Finding]:
     """All findings of a run, each once and as it is at the end, in the order in which they began."""
-    diagnosis = Diagnosis(history.settings, thresholds)
-    for metrics in history.metrics:
-        diagnosis.step(metrics)
-    return diagnosis.findings
+    return Diagnosis.of(history, thresholds).findings
 
 
 def worst(findings: Sequence[Finding]) -> Level | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cohort.report.history import RunHistory
+from cohort.report.labels import reward_functions
 from cohort.report.page.blocks import MAX_KEY
 from cohort.report.series import AXES, interval, positions
 from cohort.report.smooth import window_for
@@ -183,23 +184,15 @@ def evaluated_charts(keys: Sequence[str]) -> list[Chart]:
 
 def charts_of(keys: Sequence[str]) -> list[dict[str, Any]]:
     """The charts that have something to draw, for the browser."""
-    functions = [key for key in keys if re.search(r"^rewards/[^/]+$", key)]
-    drawn = [key for key in keys if len(functions) > 1 or not key.startswith("rewards/")]  # one function is the reward
+    several = len(reward_functions(keys)) > 1  # one function is the reward
+    drawn = [key for key in keys if several or not key.startswith("rewards/")]
     found = []
     for chart in (*CHARTS, *evaluated_charts(keys)[:40]):
         curves = [key for pattern in chart.keys for key in drawn if _matches(key, pattern)]
         if curves:
-            found.append(
-                {
-                    "title": chart.title,
-                    "about": chart.about,
-                    "keys": [{"key": key, "label": _label(key)} for key in dict.fromkeys(curves)][:MAX_CURVES],
-                    "band": chart.band if chart.band and all(end in keys for end in chart.band) else None,
-                    "log": chart.log,
-                    "smooth": chart.smooth,
-                    "section": chart.section,
-                }
-            )
+            named = [{"key": key, "label": _label(key)} for key in dict.fromkeys(curves)][:MAX_CURVES]
+            band = chart.band if chart.band and all(end in keys for end in chart.band) else None
+            found.append(asdict(chart) | {"keys": named, "band": band})
     return found
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from cohort.report.diagnosis import Diagnosis
 from cohort.report.history import RunHistory
-from cohort.report.page import findings as diagnosis
+from cohort.report.labels import reward_functions
 from cohort.report.page.blocks import MAX_KEY, short
 from cohort.report.page.charts import CHARTS, Chart, evaluated_charts, rounded
 from cohort.report.page.sections import MAX_ROWS, number, run_state
@@ -47,7 +48,7 @@ def _summary(run: RunHistory) -> dict[str, str]:
         "name": run.path.resolve().name,
         "seed": str(run.flat_settings().get("run.seed", "")),
         "state": words,
-        "health": diagnosis.verdict(run, diagnosis.found_in(run)),
+        "health": Diagnosis.of(run).health,
         "reward": number(sum(part) / len(part)) if part else number(None),
     }
 
@@ -65,8 +66,8 @@ def _charts(groups: Sequence[Group], histories: Sequence[RunHistory]) -> list[di
     """A chart for each metric that some run has, with a curve for each group on every axis."""
     keys = list(dict.fromkeys(key for run in histories for key in run.keys() if len(key) <= MAX_KEY))  # noqa: SIM118
     evaluated = evaluated_charts(keys)
-    functions = [Chart(f"Reward: {key[8:]}", "", (key,)) for key in keys if key.startswith("rewards/")]
-    functions = [one for one in functions if one.keys[0].count("/") == 1] if len(functions) > 1 else []
+    rewards = reward_functions(keys).items()
+    functions = [Chart(f"Reward: {name}", "", (key,)) for name, key in rewards] if len(rewards) > 1 else []
     plain = [one for one in CHARTS if not one.keys[0].startswith("^") and one.keys[0] in keys]
     wanted = [*evaluated, plain[0], *functions, *plain[1:]] if plain else [*evaluated, *functions]
     found = []
@@ -87,6 +88,8 @@ def _curves(groups: Sequence[Group], chart: Chart) -> tuple[list[dict[str, Any]]
     said = ""
     for axis in SHOWN_AXES:
         for mean, _ in means_of_groups(groups, key, axis, window):
+            if not mean.x:
+                continue
             found.setdefault(mean.label, {"label": mean.label})[axis] = _points(mean)
             smoothed = f"Lines: local linear fits over {mean.window} points. " if mean.window > 1 else ""
             said = said or smoothed + (f"Band: {mean.band}." if mean.band else "")

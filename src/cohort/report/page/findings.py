@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from cohort.report.diagnosis import Diagnosis, Finding, Level, diagnose, health_line
+from cohort.report.diagnosis import Finding, Level
 from cohort.report.history import RunHistory
 from cohort.report.page.blocks import MAX_KEY
 
@@ -16,9 +16,9 @@ MAX_MARKED = 100
 """Metrics on whose curves a finding is marked."""
 
 
-def found_in(history: RunHistory) -> list[Finding]:
-    """The findings of a run, at most ``MAX_FINDINGS``: those that stand first, the worst first, then by step."""
-    return sorted(diagnose(history), key=lambda one: (not one.stands, -one.level.rank, one.begin))[:MAX_FINDINGS]
+def shown(findings: Sequence[Finding]) -> list[Finding]:
+    """At most ``MAX_FINDINGS``: those that stand first, the worst first, then by step."""
+    return sorted(findings, key=lambda one: (not one.stands, -one.level.rank, one.begin))[:MAX_FINDINGS]
 
 
 def opening_step(findings: Sequence[Finding]) -> int | None:
@@ -29,13 +29,6 @@ def opening_step(findings: Sequence[Finding]) -> int | None:
 def is_ill(findings: Sequence[Finding]) -> bool:
     """Whether a warning or an alarm stands at the end."""
     return any(one.stands and one.level is not Level.NOTE for one in findings)
-
-
-def verdict(history: RunHistory, findings: Sequence[Finding]) -> str:
-    """The health of the last step in one line; empty before the first step."""
-    steps = [line for line in history.metrics if line["step"] > 0]
-    compared = Diagnosis(history.settings).groups_compared
-    return health_line(steps[-1], findings, groups_compared=compared) if steps else ""
 
 
 def listed(findings: Sequence[Finding]) -> list[dict[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -13,14 +12,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cohort.config import GRPOConfig, to_toml
 from cohort.errors import RunFolderError
 from cohort.lock import LOCK, Lock
-from cohort.report.files import flat
+from cohort.report.files import default_settings, flat
 from cohort.report.history import RunHistory
 from cohort.report.page.blocks import MAX_KEY, short
 from cohort.report.words import PHASES, duration
-from cohort.runs import how_to_continue
+from cohort.runs.starts import how_to_continue
 
 HEADLINE = re.compile(r"(^|/)(reward|pass@1)/mean$")
 MAX_VALUE = 2_000
@@ -104,20 +102,12 @@ def number(value: Any) -> str:
 
 def settings_table(history: RunHistory) -> list[dict[str, Any]]:
     """The settings by section, each with its value, the default, and whether they differ."""
-    defaults = dict(flat(tomllib.loads(to_toml(GRPOConfig()))))
+    defaults = default_settings()
     found = []
     for key, value in islice(history.flat_settings().items(), MAX_ROWS):
-        known = key in defaults
-        differs = not known or _text(defaults[key]) != _text(value)
-        default = _text(defaults[key]) if known else "unset"
-        found.append(
-            {
-                "key": short(key),
-                "value": _text(value),
-                "default": default,
-                "differs": differs and key != "run.output_dir",
-            }
-        )
+        text, default = _text(value), _text(defaults[key]) if key in defaults else None
+        differs = text != default and key != "run.output_dir"
+        found.append({"key": short(key), "value": text, "default": default or "unset", "differs": differs})
     return found
 
 

@@ -8,9 +8,9 @@ from importlib import metadata
 from pathlib import Path
 
 from cohort.errors import RunFolderError
+from cohort.report.diagnosis import Diagnosis
 from cohort.report.history import RunHistory
-from cohort.report.page import findings as diagnosis
-from cohort.report.page import sections
+from cohort.report.page import findings, sections
 from cohort.report.page.blocks import clipped
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.compare import compared
@@ -69,18 +69,19 @@ def _origin() -> dict[str, str]:
 def render_run(history: RunHistory) -> str:
     """The page of a run as HTML."""
     curves = run_curves(history)
-    findings = diagnosis.found_in(history)
-    microscope = build_microscope(history, diagnosis.begins(findings))
+    diagnosis = Diagnosis.of(history)
+    found = findings.shown(diagnosis.findings)
+    microscope = build_microscope(history, findings.begins(found))
     state, state_words = sections.run_state(history)
     content = {
         "title": history.path.resolve().name,
-        "state": "ended" if state == "complete" and diagnosis.is_ill(findings) else state,  # not in green
+        "state": "ended" if state == "complete" and findings.is_ill(found) else state,  # not in green
         "state_words": state_words,
-        "verdict": diagnosis.verdict(history, findings),
+        "verdict": diagnosis.health,
         "figures": sections.figures(history),
         "missing": history.missing,
-        "findings": diagnosis.listed(findings),
-        "timeline": diagnosis.timeline(history, findings),
+        "findings": findings.listed(found),
+        "timeline": findings.timeline(history, found),
         "stride": curves["stride"],
         "settings": sections.settings_table(history),
         "objective": clipped(history.text("objective.txt") or "", MAX_FILE_TEXT),
@@ -97,10 +98,10 @@ def render_run(history: RunHistory) -> str:
     data = {
         "run": curves if history.metrics else None,
         "charts": charts_of(list(curves["values"])),
-        "findings": diagnosis.marks(history, findings),
+        "findings": findings.marks(history, found),
         "quantities": [dict(zip(("key", "label", "scale", "about"), row, strict=True)) for row in QUANTITIES],
         "causes": CAUSES,
-        "microscope": microscope.data() | {"opens": diagnosis.opening_step(findings)},
+        "microscope": microscope.data() | {"opens": findings.opening_step(found)},
     }
     return render("report.html", content, data, microscope.blocks)
 

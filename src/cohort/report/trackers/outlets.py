@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from cohort.report.diagnosis import Finding, Level
@@ -37,33 +37,33 @@ class Opening:
     """The last step that was sent."""
 
 
-class Outlet(Protocol):
-    """A run in a tracker."""
+class Outlet:
+    """A run in a tracker: what most trackers share."""
 
     tracker: Any
     """accelerate's tracker."""
     id: str
     """The run's id, by which it can be opened again."""
-    step: int | None
+    step: int | None = None
     """The last step that the tracker has; None: it does not say."""
-    settings_once: bool
+    settings_once = False
     """Whether settings that were sent cannot be sent again when the run goes on."""
 
     def name_of(self, key: str) -> str:
         """A metric's name as the tracker accepts it."""
-        ...
+        return key
 
     def configure(self, values: dict[str, bool | int | float | str]) -> None:
         """Send the settings."""
-        ...
+        self.tracker.store_init_configuration(values)
 
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
         """Send a table of completions."""
-        ...
+        raise NotImplementedError
 
     def say(self, finding: Finding, *, live: bool) -> None:
         """Send a finding of the diagnosis. ``live``: the run is in progress, so that somebody may be told."""
-        ...
+        raise NotImplementedError
 
 
 def _started(tracker: Any) -> Any:
@@ -72,21 +72,7 @@ def _started(tracker: Any) -> Any:
     return tracker
 
 
-class _Accelerated:
-    """What most trackers share."""
-
-    tracker: Any
-    step: int | None = None
-    settings_once = False
-
-    def name_of(self, key: str) -> str:
-        return key
-
-    def configure(self, values: dict[str, bool | int | float | str]) -> None:
-        self.tracker.store_init_configuration(values)
-
-
-class _TensorBoard(_Accelerated):
+class _TensorBoard(Outlet):
     """Event files in the run folder. Tables and findings are texts."""
 
     settings_once = True
@@ -114,7 +100,7 @@ class _TensorBoard(_Accelerated):
         self.tracker.writer.add_text(f"findings/{finding.check}", _words(finding), finding.end or finding.step)
 
 
-class _Wandb(_Accelerated):
+class _Wandb(Outlet):
     """W&B. Findings go to the run's summary and, from a run in progress, as alerts."""
 
     def __init__(self, opening: Opening) -> None:
@@ -141,7 +127,7 @@ class _Wandb(_Accelerated):
             self.tracker.run.alert(title=f"{finding.check} at step {finding.step}", text=_words(finding), level=level)
 
 
-class _MLflow(_Accelerated):
+class _MLflow(Outlet):
     """MLflow, at ``MLFLOW_TRACKING_URI``. Tables are artifacts, findings tags.
 
     In its store of plain files, a metric is a file and each "/" in its name a folder, so that "rewards/f" and
@@ -179,7 +165,7 @@ def run_name(folder: str) -> str:
     return re.sub(r"[^\w.-]+", "-", folder)[:100] + f"-{os.urandom(3).hex()}"
 
 
-class _Trackio(_Accelerated):
+class _Trackio(Outlet):
     """trackio, on this machine or in a Space."""
 
     def __init__(self, opening: Opening) -> None:
@@ -207,7 +193,7 @@ class _Trackio(_Accelerated):
         self.tracker.run.alert(title=finding.check, text=_words(finding), level=level, step=finding.end or finding.step)
 
 
-class _SwanLab(_Accelerated):
+class _SwanLab(Outlet):
     """SwanLab. Tables and findings are texts."""
 
     def __init__(self, opening: Opening) -> None:
@@ -227,7 +213,7 @@ class _SwanLab(_Accelerated):
         self.tracker.log({f"findings/{finding.check}": self._text(_words(finding))}, step=step)
 
 
-class _Comet(_Accelerated):
+class _Comet(Outlet):
     """Comet."""
 
     def __init__(self, opening: Opening) -> None:

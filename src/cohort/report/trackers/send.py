@@ -233,10 +233,9 @@ def tables(run: Path, step: int, *, evaluated: bool) -> Iterator[tuple[str, list
 def _table(path: Path) -> tuple[list[str], list[list[Any]]]:
     wanted = ("group", "prompt", "completion", "finish_reason", "reward", "advantage")
     head = StoredStep.read(path, columns=["group"])
-    groups = head.table.column("group").to_pylist() if "group" in head.table.column_names else []
     seen: Counter[Any] = Counter()
     rows: list[int] = []
-    for row, group in enumerate(groups):
+    for row, group in enumerate(head.values("group")):
         if seen[group] < TABLE_OF_GROUP and len(rows) < TABLE_ROWS:
             rows.append(row)
         seen[group] += 1

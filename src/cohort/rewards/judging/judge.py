@@ -34,13 +34,14 @@ class Remote:  # noqa: PLW1641 - __hash__ is set below
     Args:
         link: the connection to that process.
         number: the number of the object there.
-        known: how certain it is that the tests, not the program, chose to use this object. 3: a name in the tests that
-            starts with a capital letter; 2: another name, or an object made by calling the former; 1: an attribute of
-            one of these; 0: anything that the program has returned.
+
+    ``_known`` says how certain it is that the tests, not the program, chose to use this object. 3: a name in the tests
+    that starts with a capital letter; 2: another name, or an object made by calling the former; 1: an attribute of one
+    of these; 0: anything that the program has returned.
     """
 
-    def __init__(self, link: Link, number: int, known: int = 0) -> None:
-        vars(self).update(_link=link, _number=number, _known=known)
+    def __init__(self, link: Link, number: int) -> None:
+        vars(self).update(_link=link, _number=number, _known=0)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__name__":  # libraries such as numpy look for memory addresses there

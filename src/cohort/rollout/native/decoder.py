@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import Structure
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -11,7 +12,9 @@ from torch.nn import functional
 
 from cohort.native import threads_for
 from cohort.policy.anatomy import Layer
+from cohort.policy.fused import Fused, gated, split_gate
 from cohort.policy.parts import Norm
+from cohort.policy.recurrent import Recurring
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual
@@ -27,6 +30,7 @@ class Decoder:
         cache: of the same dtype.
         ropes: cosines and sines by kind of rotation, ``[positions, R]``, float32.
         experts: computes a layer's experts.
+        fused: what recurrent layers compute between products.
     """
 
     def __init__(
@@ -36,14 +40,19 @@ class Decoder:
         cache: SlotCache,
         ropes: dict[str, tuple[Tensor, Tensor]],
         experts: Callable[[Layer, Tensor], Tensor],
+        fused: Fused,
     ) -> None:
+        self._fused = fused
         self._experts = experts
         self._kernels, self._weights, self._cache = kernels, weights, cache
         self._anatomy = anatomy = weights.anatomy
         self._half = weights.dtype == torch.bfloat16
         self._referenced: list[Tensor] = []  # the structures point to them
         tables = {kind: (self._at(cos), self._at(sin), cos.shape[1]) for kind, (cos, sin) in ropes.items()}
-        self._calls = [self._layer(number, layer, tables) for number, layer in enumerate(anatomy.layers)]
+        numbers = count()
+        self._calls = [
+            None if layer.mixer is not None else self._layer(next(numbers), layer, tables) for layer in anatomy.layers
+        ]
         self._first = self._residual(None, anatomy.layers[0].before_attention)
         self._middle = [self._residual(layer.after_attention, layer.before_mlp) for layer in anatomy.layers]
         following = [*(layer.before_attention for layer in anatomy.layers[1:]), anatomy.norm]
@@ -51,22 +60,24 @@ class Decoder:
         self._last = [self._residual(layer.after_mlp, norm) for layer, norm in pairs]
         self._gated = Gated(half=self._half, gelu=anatomy.gelu)
 
-    def step(self, tokens_S: Tensor) -> Tensor:
-        """Read one token for every row; the input of the head, ``[S padded, H]``."""
-        return self._run(self._cache.next_step(), tokens_S, ROW_MULTIPLE)
+    def step(self, tokens_S: Tensor, recurring: Recurring) -> Tensor:
+        """Read one token for every row; the input of the head, ``[S padded, H]``. ``recurring`` mixes recurrent
+        layers."""
+        return self._run(self._cache.next_step(), tokens_S, ROW_MULTIPLE, recurring)
 
-    def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+    def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]], recurring: Recurring) -> Tensor:
         """Read further tokens of some rows; the input of the head after each text, ``[S padded, H]``."""
         lengths = [len(text) for text in texts]
         whole, last = self._cache.next_texts(rows, lengths)
         tokens_T = torch.tensor([token for text in texts for token in text])
-        return self._run(whole, tokens_T, PREFILL_MULTIPLE, last, torch.tensor(lengths).cumsum(0) - 1)
+        return self._run(whole, tokens_T, PREFILL_MULTIPLE, recurring, last, torch.tensor(lengths).cumsum(0) - 1)
 
     def _run(
         self,
         step: Structure,
         tokens_T: Tensor,
         multiple: int,
+        recurring: Recurring,
         last_step: Structure | None = None,
         last_S: Tensor | None = None,
     ) -> Tensor:
@@ -81,13 +92,12 @@ class Decoder:
         self._add_norm(self._first, x, None, normed)
         layers = zip(self._middle, self._last, self._weights.layers, strict=True)
         for number, (middle, last, weights) in enumerate(layers):
-            if last_step is not None and last_S is not None and number == last_layer:
-                self._attend(last_step, number, normed, attended)
+            ending = last_step if number == last_layer else None
+            mixed = self._mixed(ending or step, number, normed, attended, recurring)
+            if ending is not None and last_S is not None:
                 padded_S = functional.pad(last_S, (0, -len(last_S) % ROW_MULTIPLE))
-                x, attended, normed = x[padded_S], attended[padded_S], normed[padded_S]
-            else:
-                self._attend(step, number, normed, attended)
-            update = weights.output(attended)
+                x, mixed, normed = x[padded_S], mixed[padded_S], normed[padded_S]
+            update = weights.output(mixed)
             if anatomy.layers[number].parallel:
                 self._add_norm(last, x, update.add_(self._mlp(number, normed)), normed)
             else:
@@ -95,15 +105,23 @@ class Decoder:
                 self._add_norm(last, x, self._mlp(number, normed), normed)
         return normed
 
-    def _attend(self, step: Structure, number: int, normed: Tensor, out: Tensor) -> None:
+    def _mixed(self, step: Structure, number: int, normed: Tensor, attended: Tensor, recurring: Recurring) -> Tensor:
+        """What a layer projects to its first update. ``attended`` is memory for the output of attention."""
         layer, call, weights = self._anatomy.layers[number], self._calls[number], self._weights.layers[number]
-        q, k, v = weights.qkv.parts(normed)
+        parts, gate = weights.qkv.parts(normed), None
+        if layer.mixer is not None:
+            return layer.mixer(parts, recurring, self._fused)
+        q, k, v = parts
+        assert call is not None
         if layer.norms_whole(self._anatomy.head_dim):
             pairs = zip((q, k), layer.qk_norms or (), strict=True)
             q, k = (norm.of_rows(part.float(), self._weights.factor(norm)).to(part.dtype) for part, norm in pairs)
-        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), attended.data_ptr()
         call.q_stride, call.k_stride, call.v_stride = q.stride(0), k.stride(0), v.stride(0)
         self._kernels.attend(step, call)
+        if layer.gated:
+            _, gate = split_gate(q, self._anatomy.head_dim)
+        return gated(attended, gate)
 
     def _add_norm(self, call: Structure, x: Tensor, update: Tensor | None, out: Tensor) -> None:
         call.x, call.out, call.rows = x.data_ptr(), out.data_ptr(), len(x)
@@ -130,6 +148,7 @@ class Decoder:
         prompt_k, prompt_v = self._cache.prompts[:, number]
         cos, sin, rotated = (None, None, 0) if layer.rope is None else tables[layer.rope]
         call = LayerCall(
+            q_step=anatomy.head_dim * (2 if layer.gated else 1),
             out_stride=anatomy.num_heads * anatomy.head_dim,
             cos=cos,
             sin=sin,

@@ -37,27 +37,6 @@ def space_step(x_SAD: Tensor, step_SA: Tensor, decay_A: Tensor, b_SGK: Tensor, c
     return out
 
 
-def convolve_step(x_SH: Tensor, weight: Tensor, tails: Tensor) -> Tensor:
-    """A causal convolution by channel of one token of each row; see ``policy.chunks.Tails``.
-
-    Args:
-        x_SH: the tokens.
-        weight: ``[H, count + 1]``.
-        tails: the ``count`` tokens before, ``[S, count, H]``; moved on.
-    """
-    (rows, channels), count, out = (
-        x_SH.shape,
-        tails.shape[1],
-        torch.empty_like(x_SH, memory_format=torch.contiguous_format),
-    )
-    _require_alike(weight.shape == (channels, count + 1), tails, (rows, count, channels), x_SH, weight)
-    call(
-        "convolve_step", x=x_SH.contiguous(), weight=weight.T.contiguous(), tails=tails, out=out, rows=rows,
-        channels=channels, count=count, threads=threads_for(tails.numel()),
-    )  # fmt: skip
-    return out
-
-
 def _require_alike(shapes: bool, state: Tensor, expected: tuple[int, ...], *others: Tensor) -> None:
     require(shapes and state.shape == expected, "states of the shapes of their inputs")
     require(all(part.dtype == torch.float32 for part in (state, *others)), "float32")
