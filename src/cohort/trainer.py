@@ -20,7 +20,7 @@ from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import try_user_functions
 from cohort.parallel import World, on_main, together
 from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
-from cohort.policy.device import keep_freed_memory, use_deterministic_algorithms
+from cohort.policy.device import use_deterministic_algorithms
 from cohort.policy.vision import placeholder_ids
 from cohort.report.console.describe import announce, describe_run
 from cohort.report.console.display import StepDisplay
@@ -130,10 +130,8 @@ class GRPOTrainer:
     ) -> None:
         """Check everything, from cheap to expensive, then load the model. Exchanges nothing between ranks."""
         config = self.args
-        device = resolve_device(config.model.device)
-        keep_freed_memory(device)
         if config.run.deterministic:
-            use_deterministic_algorithms(device)
+            use_deterministic_algorithms(resolve_device(config.model.device))
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
         self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
         """The tools and environments; None without."""
