@@ -12,7 +12,7 @@ demo: .venv/demo.stamp
 quick: .venv/dev.stamp
 	$(BIN)/python -m pytest -q -n auto tests/config tests/presets tests/objective tests/data
 
-# One worker per core with one thread each. `make parity` has the comparison with TRL, whose import takes seconds.
+# A worker more than there are cores, with one thread each. `make parity` has the comparison with TRL, whose import takes seconds.
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -q -n auto --dist worksteal --ignore=tests/parity
 

@@ -136,6 +136,7 @@ MODELS |= {
             "mamba_d_state": 64,
             "mamba_chunk_size": 64,
             "position_embedding_type": "nope",
+            "router_aux_loss_coef": 0.0,  # otherwise TRL looks for experts
         },
     ),
     "lfm2-tiny": Shape(  # short convolutions, every fourth layer attention

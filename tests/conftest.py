@@ -186,7 +186,7 @@ def telling(cases: Any, *kept: Any) -> list[Any]:
 
 def each(names: str | tuple[str, ...], cases: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
     """As ``pytest.mark.parametrize``, in one test: for a case that takes less time than what pytest does for a test. All
-    cases run, and an error tells the case."""
+    cases run, and an error tells the case; where every case is skipped, the test is."""
     columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else [*names]
     table = [dict(zip(columns, case if len(columns) > 1 else (case,), strict=True)) for case in cases]
     assert table
@@ -194,15 +194,19 @@ def each(names: str | tuple[str, ...], cases: Iterable[Any], ids: Any = None) ->
     def decorate(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
         def of_each(*instance: Any, **fixtures: Any) -> None:
-            failed = []
+            failed, skipped = [], []
             for number, case in enumerate(table):
                 try:
                     function(*instance, **fixtures, **case)
+                except pytest.skip.Exception as reason:
+                    skipped.append(reason)
                 except (Exception, BaseExceptionGroup, pytest.fail.Exception) as error:
                     error.add_note(f"case {number} of {function.__name__}: {case!r:.2000}")
                     failed.append(error)
             if failed:
                 raise failed[0] if len(failed) == 1 else BaseExceptionGroup(f"{len(failed)} cases fail", failed)
+            if len(skipped) == len(table):
+                raise skipped[0]
 
         signature = inspect.signature(function)
         kept = [one for name, one in signature.parameters.items() if name not in columns]

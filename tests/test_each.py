@@ -27,3 +27,21 @@ def test_all_cases_run_and_those_that_fail_are_told():
         "case 1 of compare: {'right': 2, 'equal': False}",
     ]
     assert raised.value.__notes__ == ["case 1 of compare: {'left': 2}"]
+
+
+def test_a_case_that_is_skipped_keeps_no_other_from_failing():
+    @each("number", [0, 1])
+    def positive(number):
+        if number == 0:
+            pytest.skip("none")
+        assert number > 1
+
+    with pytest.raises(AssertionError):
+        positive()
+
+    @each("number", [0, 1])
+    def nowhere(number):
+        pytest.skip("not here")
+
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        nowhere()

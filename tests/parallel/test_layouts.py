@@ -25,6 +25,7 @@ CASES = [
     ("updates", {"passes": "plain", "budget": 60}),
     ("updates", {"lora": True, "full_kl": True}),
     ("updates", {"experts": True, "budget": 1000}),
+    ("updates", {"recurrent": "qwen3_5_text", "checkpointing": True}),
 ]
 """Settings of ``updates``."""
 EXACT = 1e-10

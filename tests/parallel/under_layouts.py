@@ -22,6 +22,7 @@ from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.train import Optimizer, StepContext, TokenBudget, part_of, update
 from cohort.types import Prompt
 from tests.conftest import tiny_llama
+from tests.families.configs import small_model
 from tests.policy.test_router import mixture
 from tests.train.updates import batch_for
 
@@ -30,12 +31,24 @@ UPDATES = 3
 
 
 def make_policy(
-    dtype="float64", *, lora=False, checkpointing=False, passes="", kernels=False, experts=False, **changes: Any
+    dtype="float64",
+    *,
+    lora=False,
+    checkpointing=False,
+    passes="",
+    kernels=False,
+    experts=False,
+    recurrent="",
+    **changes: Any,
 ):
-    """A small policy. ``passes``: "custom" or "plain" instead of the lean ones; ``experts``: a mixture of experts."""
+    """A small policy. ``passes``: "custom" or "plain" instead of the lean ones; ``experts``: a mixture of experts;
+    ``recurrent``: a type of models with recurrent layers."""
     compute = getattr(torch, dtype)
     precision = Precision(torch.promote_types(compute, torch.float32), compute)
-    model = (mixture() if experts else tiny_llama(num_hidden_layers=3, **changes)).to(precision.master)
+    model = (
+        small_model(recurrent) if recurrent else mixture() if experts else tiny_llama(num_hidden_layers=3, **changes)
+    )
+    model = model.to(precision.master)
     if lora:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*")  # peft asks for it

@@ -84,8 +84,9 @@ def _findings(run: Run, skip: Sequence[str]) -> Iterator[Finding]:
         fits &= name != "memory" or all(finding.status is not Status.FAIL for finding in found)
         yield from found
     yield from skipped("answers", "left out") if "answers" in skip else _answers(run)
-    if not fits or set(OF_ROLLOUT) <= set(skip):
-        why = "the run does not fit into memory" if not set(OF_ROLLOUT) <= set(skip) else "left out"
+    none_wanted = set(OF_ROLLOUT) <= set(skip)
+    if none_wanted or not fits:
+        why = "left out" if none_wanted else "the run does not fit into memory"
         yield from (finding for name in OF_ROLLOUT for finding in skipped(name, why))
         return
     try:

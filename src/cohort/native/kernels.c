@@ -4,3 +4,4 @@
 #include "attention.c"
 #include "update.c"
 #include "recurrent.c"
+#include "experts.c"

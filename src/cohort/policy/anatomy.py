@@ -185,7 +185,7 @@ class Anatomy:
         )
 
     def parameters(self) -> list[Tensor]:
-        """All weights that a forward pass reads, but those of experts."""
+        """All weights that a forward pass reads."""
         found: list[Tensor] = [self.embedding.weight, self.norm.weight]
         found += [norm.weight for layer in self.layers for norm in layer.norms]
         found += [layer.sinks for layer in self.layers if layer.sinks is not None]
@@ -193,6 +193,9 @@ class Anatomy:
         for linear in self.linears():
             found += [linear.weight, *([] if linear.bias is None else [linear.bias])]
             found += [weight for adapter in linear.adapters for weight in (adapter.a, adapter.b)]
+        for layer in self.layers:
+            if isinstance(layer.mlp, Experts):
+                found += layer.mlp.owner.mlp.parameters()
         return found
 
     def identity(self) -> list[object]:

@@ -16,6 +16,7 @@ from cohort.policy.anatomy import logit_multiplier
 from cohort.policy.compute import ComputeModel, modes_restored, without_dropout
 from cohort.policy.context import context_length
 from cohort.policy.custom_attention import CustomAttention
+from cohort.policy.experts import own_experts
 from cohort.policy.float32_head import is_float32
 from cohort.policy.head import Head
 from cohort.policy.lean import LeanLayers
@@ -224,7 +225,7 @@ def token_source(model: ComputeModel) -> Callable[[int], list[int]]:
 
 def own_logits(model: ComputeModel, token_ids: Sequence[int], count: int) -> Tensor:
     """Logits of the model's own forward pass at the last ``count`` tokens, ``[count, V]``."""
-    with model.compute():
+    with model.compute(), own_experts(model.model):
         output = model.logits(torch.tensor([token_ids], device=model.device), keep=count, use_cache=False)
     logits: Tensor = output.logits[0]
     return logits

@@ -199,6 +199,11 @@ class Experts:
     owner: Any
     """The layer, which has it as ``mlp``."""
 
+    @property
+    def module(self) -> Any:
+        """The experts themselves; None: they are not a module that ``policy.experts`` knows."""
+        return next((module for module in self.owner.mlp.modules() if hasattr(module, "is_transposed")), None)
+
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, H]`` to ``[T, H]``."""
         out: Any = self.owner.mlp(x[None])

@@ -6,8 +6,7 @@ two parts, takes one softmax over both, and adds the two parts of the output:
     own part      each row over its own tokens                         [rows x KV heads] products
     prompt part   the rows of a group together over their prompt       [prompts x KV heads] products
 
-Shapes are padded (rows to 8, tokens to 32) with zero weights, so that on a CPU the numbers of a row do not depend on
-the number of rows: see ``docs/rollout.md``.
+Shapes are padded (rows to 8, tokens to 32): on a CPU a row's numbers do not depend on the others (docs/rollout.md).
 
 Axis letters: S rows, P prompts, A query heads, K key-value heads, D head dimension, T tokens of a row, X tokens of a
 prompt, M largest number of rows of one prompt, L tokens of a text that is read.
@@ -26,6 +25,7 @@ from torch.nn import functional
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, soft_cap
+from cohort.policy.experts import used
 from cohort.policy.fused import Fused, gated, rotated, split_gate
 from cohort.policy.layout import Layout
 from cohort.policy.parts import Experts, Norm, UnsupportedModel
@@ -362,16 +362,16 @@ class LeanBackend(Backend):
         if not layer.parallel:
             normed = self._norm(x, layer.before_mlp)
         if weights.gate_up is None or weights.down is None:
-            update = self._experts(layer, normed)
+            update = self._experts(layer, weights, normed)
         else:
             gate, up = weights.gate_up.parts(normed)
             update = weights.down(self._activation(gate).mul_(up))
         return x.add_(self._scaled(update, layer.after_mlp))
 
-    def _experts(self, layer: Layer, normed: Tensor) -> Tensor:
+    def _experts(self, layer: Layer, weights: LayerWeights, normed: Tensor) -> Tensor:
         """The output of a layer's experts, in the compute dtype."""
         assert isinstance(layer.mlp, Experts)
-        with self.policy.compute():
+        with self.policy.compute(), used(weights.experts):
             return layer.mlp(normed.to(self.weights.dtype)).to(self.weights.dtype)
 
     def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:

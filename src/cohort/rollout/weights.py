@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy.anatomy import Anatomy
+from cohort.policy.experts import PreparedExperts
 from cohort.policy.float32_head import is_float32
 from cohort.policy.parts import Experts, Gated, Linear, Norm
 from cohort.rollout.product import NativeProduct, multiplies
@@ -126,6 +127,8 @@ class LayerWeights:
     gate_up: Product | None
     """None: the MLP has experts, which the model's own module computes."""
     down: Product | None
+    experts: PreparedExperts | None = None
+    """None: the model's own module computes them in every step anew, or there are none."""
 
 
 class DecoderWeights:
@@ -134,15 +137,15 @@ class DecoderWeights:
     Args:
         anatomy: the model.
         dtype: of the products.
-        native: see ``Product``.
+        native: see ``Product``; whether native kernels compute experts, too.
     """
 
     def __init__(self, anatomy: Anatomy, dtype: torch.dtype, *, native: bool = False) -> None:
-        def of_mlp(mlp: Gated | Experts) -> tuple[Product | None, Product | None]:
+        def of_mlp(mlp: Gated | Experts) -> tuple[Product | None, Product | None, PreparedExperts | None]:
             if isinstance(mlp, Experts):
-                return None, None
+                return None, None, PreparedExperts.of(mlp.module, dtype) if native else None
             gate_up = Product(mlp.gate_up.linears, dtype, mlp.gate_up.widths, native=native)
-            return gate_up, Product([mlp.down], dtype, native=native)
+            return gate_up, Product([mlp.down], dtype, native=native), None
 
         self.anatomy = anatomy
         self.dtype = dtype
@@ -170,7 +173,7 @@ class DecoderWeights:
         if stamp == self._stamp:
             return
         for layer in self.layers:
-            for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            for product in (layer.qkv, layer.output, layer.gate_up, layer.down, layer.experts):
                 if product is not None:
                     product.refresh()
         self.head.refresh()

@@ -18,7 +18,7 @@ from cohort.policy.recurrent import Recurring
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual
-from cohort.rollout.weights import DecoderWeights
+from cohort.rollout.weights import DecoderWeights, LayerWeights
 
 
 class Decoder:
@@ -39,7 +39,7 @@ class Decoder:
         weights: DecoderWeights,
         cache: SlotCache,
         ropes: dict[str, tuple[Tensor, Tensor]],
-        experts: Callable[[Layer, Tensor], Tensor],
+        experts: Callable[[Layer, LayerWeights, Tensor], Tensor],
         fused: Fused,
     ) -> None:
         self._fused = fused
@@ -132,7 +132,7 @@ class Decoder:
     def _mlp(self, number: int, normed: Tensor) -> Tensor:
         layer, weights = self._anatomy.layers[number], self._weights.layers[number]
         if weights.gate_up is None or weights.down is None:
-            return self._experts(layer, normed).contiguous()
+            return self._experts(layer, weights, normed).contiguous()
         gate, up = weights.gate_up.parts(normed)
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         call = self._gated
