@@ -258,7 +258,10 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 def add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
-    """``total += left @ right``, some rows at a time: the whole product would be as large as the total."""
+    """``total += left @ right``; of another dtype some rows at a time, as the whole product would be as large."""
+    if left_VC.dtype == total_VH.dtype:
+        total_VH.addmm_(left_VC, right_CH)
+        return
     size = max(1, PRODUCT // right_CH.shape[1])
     for start in range(0, len(total_VH), size):
         total_VH[start : start + size] += left_VC[start : start + size] @ right_CH

@@ -74,10 +74,12 @@ class LeanLayers:
             x, update = torch.utils.checkpoint.checkpoint(self._recomputed, *arguments, use_reentrant=False)
         else:
             x, update = self._layer(*arguments)
+        if is_gathered(layer):  # the result of a gathered module must not be a view
+            x, update = _owned(x), None if update is None else _owned(update)
         if packed.read is None:
             return x, update, None
         own = [key for key in packed.read if key == number or (isinstance(key, tuple) and key[0] == number)]
-        if is_gathered(layer):  # whose results are no views
+        if is_gathered(layer):
             packed.read |= {key: tuple(part.clone() for part in packed.read[key]) for key in own}
         return x, update, tuple(part for key in own for part in packed.read[key])
 
@@ -200,3 +202,8 @@ class _Lookup(torch.autograd.Function):
 
 def _is_checkpointed(module: Any) -> bool:
     return bool(module.training and getattr(module, "gradient_checkpointing", False))
+
+
+def _owned(values: Tensor) -> Tensor:
+    """The same values in memory of their own, if they are a view."""
+    return values.clone() if values._is_view() else values

@@ -27,6 +27,7 @@ from cohort.policy.choose import choose_passes
 from cohort.policy.compute import ComputeModel, enable_checkpointing
 from cohort.policy.context import hidden_size
 from cohort.policy.deferred import DeferredModel
+from cohort.policy.device import keep_freed_memory
 from cohort.policy.finite import check_finite_weights
 from cohort.policy.float32_head import use_float32_head
 from cohort.policy.head import CompletionStates, TokenLogps
@@ -179,6 +180,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         NonFiniteError: a weight is NaN or infinite.
     """
     device = resolve_device(config.device)
+    keep_freed_memory(device)
     precision = resolve_precision(config.precision, device, hidden_size(model_config))
     given, model = model, model.load() if isinstance(model, DeferredModel) else model
     quantized = config.quantization != "none" or getattr(model, "is_quantized", False)
