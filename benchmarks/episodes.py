@@ -338,6 +338,7 @@ def parse() -> argparse.Namespace:
     trl = parser.add_argument_group("the part trl")
     trl.add_argument("--batches", type=int, nargs="+", default=[64, 16], help="TRL's completions a pass")
     trl.add_argument("--calls", type=int, default=3, help="calls of an episode; a file of weights is for one number")
+    trl.add_argument("--apart", action="store_true", help="no two trajectories alike; so is a file of weights")
     trl.add_argument("--learning-steps", type=int, default=400)
     trl.add_argument("--weights", type=Path, help="file to keep the model in that has learned the conversations")
     options = parser.parse_args()

@@ -2,8 +2,10 @@
 
 A register has entries; a lookup returns a line of some 75 tokens that names the next one. Each of 8 prompts asks to
 follow the register from its entry 10: three calls (``--calls``), one after the other, then an answer. A tiny Qwen3
-model first learns these conversations by heart, so that both sides play the same turns; calls, turns and tokens of both
-stand beside the times.
+model first learns these conversations by heart, so that both sides draw as many tokens, calls and turns: a round in
+which they do not is an error. The trajectories of a group are the same, or begin with a plan of four digits that the
+policy draws at random (``--apart``), and then no two of them share a call. What Cohort computes once for several
+trajectories of a group, it saves in the first case only.
 
 Both sides have the model, tokenizer, chat template (Qwen3's, which TRL knows), tool, prompts, reward, objective,
 optimizer, float32 and limits in common; each is its own trainer in a process of its own, and they take turns. TRL calls
@@ -40,6 +42,8 @@ from common import (
 from episodes import chat_tokenizer
 
 PROMPTS, FIRST = 8, 10
+DIGITS = 4
+"""Of a plan."""
 ENOUGH_LOSS, SHARPER = 0.004, 3.0
 """With logits 3 times as large, the probability of another token falls from some 4e-3 to 6e-8: at temperature 1, both
 sides then draw the same texts."""
@@ -66,12 +70,12 @@ def limit(calls: int) -> int:
     return 128 * (calls + 1)
 
 
-def conversation(number: int, calls: int) -> list[dict[str, Any]]:
+def conversation(number: int, calls: int, plan: str) -> list[dict[str, Any]]:
     """What the model learns to say to a question."""
     messages, entry = question(number), FIRST
-    for _ in range(calls):
+    for turn in range(calls):
         call = {"type": "function", "function": {"name": "lookup", "arguments": {"entry": entry}}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "assistant", "content": plan if turn == 0 else "", "tool_calls": [call]})
         messages.append({"role": "tool", "name": "lookup", "content": lookup(entry)})
         entry = (entry * 3 + 1) % 100
     return [*messages, {"role": "assistant", "content": f"It leads to entry {entry}."}]
@@ -111,26 +115,26 @@ def model_of(tokenizer: Any) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def learn(tokenizer: Any, path: Path, steps: int, calls: int) -> None:
+def learn(tokenizer: Any, path: Path, options: argparse.Namespace) -> None:
     """Train a model on the conversations, make it certain of them, and save its weights."""
-    model = model_of(tokenizer)
-    rows = [_ids_and_labels(tokenizer, conversation(number, calls)) for number in range(PROMPTS)]
-    longest = max(len(ids) for ids, _ in rows)
-    pad = tokenizer.pad_token_id
-    ids = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows])
-    labels = torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in rows])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for step in range(steps):
-        chosen = [step % PROMPTS]
-        logits = model(ids[chosen]).logits[:, :-1]
-        target = labels[chosen][:, 1:]
-        loss = torch.nn.functional.cross_entropy(logits[target != -100], target[target != -100])
+    model, draw = model_of(tokenizer), random.Random(0)
+    digits = DIGITS if options.apart else 0
+    optimizer, certain = torch.optim.AdamW(model.parameters(), lr=2e-3), 0
+    for step in range(options.learning_steps):
+        plan = f"Plan {''.join(draw.choices('23456789', k=digits))}." if digits else ""
+        found = _ids_and_labels(tokenizer, conversation(step % PROMPTS, options.calls, plan))
+        ids, labels = (torch.tensor([values]) for values in found)
+        logits, target = model(ids).logits[:, :-1], labels[:, 1:]
+        losses = torch.nn.functional.cross_entropy(logits[target != -100], target[target != -100], reduction="none")
+        known, drawn = losses.sort().values.tensor_split([len(losses) - digits])  # digits are never certain
         optimizer.zero_grad()
-        loss.backward()
+        ((known.sum() + 0.1 * drawn.sum()) / len(losses)).backward()  # that they are equally likely is no matter
         optimizer.step()
+        loss = known.mean().item()
         if step % 20 == 19:
-            progress(f"learning by heart, step {step + 1}: loss {loss.item():.5f}")
-        if loss.item() < ENOUGH_LOSS:
+            progress(f"learning by heart, step {step + 1}: loss {loss:.5f}")
+        certain = certain + 1 if loss < ENOUGH_LOSS else 0
+        if certain == PROMPTS:
             break
     with torch.no_grad():
         model.model.norm.weight *= SHARPER
@@ -247,7 +251,7 @@ def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         path = options.weights or Path(folder) / "weights.pt"
         if not path.exists():
-            learn(tokenizer_of(), path, options.learning_steps, options.calls)
+            learn(tokenizer_of(), path, options)
         path = path.resolve()
         sides = {"cohort": stack.enter_context(Side(cohort_side, path, options.calls, threads=options.threads))}
         for batch in options.batches:
@@ -261,14 +265,23 @@ def compare(options: argparse.Namespace) -> None:
                 progress(f"{name}: {report}")
                 if repeat:
                     reports[name].append(report)
-    show(reports, options.calls)
+            check_work({name: own[-1] for name, own in reports.items() if own})
+    show(reports, options)
 
 
-def show(reports: dict[str, list[dict[str, Any]]], calls: int) -> None:
+def check_work(reports: dict[str, dict[str, Any]]) -> None:
+    """All sides draw the same number of tokens, calls and turns in a round."""
+    work = {name: [round(report[key]) for key in ("tokens", "calls", "turns")] for name, report in reports.items()}
+    if any(one != next(iter(work.values())) for one in work.values()):
+        raise RuntimeError(f"expected the same tokens, calls and turns of all sides, got {work}")
+
+
+def show(reports: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
     def median(name: str, key: str) -> float:
         return statistics.median(report[key] for report in reports[name])
 
-    print(f"\nA GRPO step of {PROMPTS} x {GROUP} trajectories with {calls} calls of a tool, float32")
+    alike = "no two alike" if options.apart else "those of a group alike"
+    print(f"\nA GRPO step of {PROMPTS} x {GROUP} trajectories, {alike}, with {options.calls} calls of a tool, float32")
     print("\n| side | step, s | processor | generate | update | calls | turns | tokens drawn |")
     print("|---|---|---|---|---|---|---|---|")
     for name, own in reports.items():

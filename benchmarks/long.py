@@ -8,16 +8,17 @@ costs, and what bounds it.
 Llama-like models: ``tiny`` (6 layers of width 256, the model of ``step.py``) and ``0.5b-width`` (4 layers of width 896
 with 14 heads, as in Qwen2.5-0.5B). Both have a vocabulary of 4,096, so that the layers are seen and not the head.
 
-*Update*: everything from a scored completion to the AdamW step, of one completion after a prompt of 64 tokens, with the
-default settings. Memory is the process's peak above what it held before, when weights, gradients and the optimizer's
-state were there. *Sampling*: one completion of the greatest length after a prompt of 64; seconds and memory are read
-when it has reached each length. Update and sampling have a process each, and lengths take turns from short to long.
+*Update*: everything from a scored completion to the AdamW step, of one completion after a prompt of 64 tokens, in
+passes of 1,024 tokens (the default on a CPU): longer completions are computed in pieces (docs/update.md). Memory is the
+process's peak above what it held before, when weights, gradients and the optimizer's state were there. *Sampling*: one
+completion of the greatest length after a prompt of 64; seconds and memory are read when it has reached each length.
+Update and sampling have a process each, and lengths take turns from short to long.
 
 The slope between two lengths is that of their logarithms: 1 for a cost in proportion to the length, 2 for its square.
 ``bound`` is what most of the floating-point operations are at that length: ``layers`` (products with weights, the same
 for each token) or ``attention`` (in proportion to the length). ``bytes per token`` is what the memory grows by from the
 length before; ``hidden states`` is what one token's hidden states of all layers take in the passes' precision, and the
-goal is that an update's memory grows by no more.
+goal is that an update's memory grows by no more. ``TFLOP`` leaves out what an update computes twice.
 
 Linux only; the machine must be quiet for times. ``--quick`` goes to 1,024 tokens with the tiny model alone.
 """
@@ -64,6 +65,7 @@ def sampling_side(turns: Turns, shape: Shape, lengths: Sequence[int]) -> None:
         if event.position + 1 in lengths:
             above = (resident("VmHWM") - memory.before) / MEBI
             rows.append({"seconds": time.perf_counter() - start, "above": round(above, 1)})
+            progress(f"sampling of {event.position + 1:,} tokens: {rows[-1]}")
 
     engine.generate([prompt], 1, Sampling(max(lengths)), RNGKey(0, 1), Watch(on_token))
     turns.wait({"rows": rows})
@@ -101,7 +103,6 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             progress(f"{name}, update of {length:,} tokens: {updates[-1]}")
     with Side(sampling_side, shape, lengths, threads=options.threads) as side:
         sampled = side.ask()["rows"]
-        progress(f"{name}, sampling: {sampled}")
     itemsize = 2 if "bfloat16" in precision else 4
     return {
         "model": name,

@@ -27,7 +27,7 @@ SUMS = 2e-6  # of what float32 computes, beside the largest number of its kind: 
 LAYOUTS = PLAIN_LAYOUTS | {
     "more than a block of keys": ([70], None, ()),
     "one prefix": ([3, 9, 1, 5, 4, 2], [0] * 6, [6]),
-    "long prefixes": ([3, 18, 5], [0, 0, 1], [40, 33]),
+    "long prefixes": ([3, 34, 5], [0, 0, 1], [40, 33]),
 }
 
 

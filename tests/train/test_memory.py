@@ -58,6 +58,15 @@ def test_the_prediction_is_the_peak_of_a_pass_as_long_as_the_budget():
     assert measured == pytest.approx(budget.predicted_bytes, rel=0.25)
 
 
+def test_the_prediction_of_a_completion_in_pieces():
+    policy = Policy(wide_llama(), SINGLE)
+    budget = find_budget(policy, 256, 16, 20_000)
+    assert "passes of at most 256 tokens, longer completions in pieces of 256; the largest" in budget.describe()
+    few, many = (peak_bytes(policy, 16, length, most_tokens=256) for length in (768, 1280))
+    expected = many + (many - few) / 512 * (20_000 - 1280)
+    assert budget.predicted_bytes == pytest.approx(expected, rel=0.05)  # lines of different pieces
+
+
 def test_the_longest_completion_is_tried():
     policy = Policy(wide_llama(), SINGLE)
     assert find_budget(policy, 64, 500, 350).predicted_bytes > 3 * find_budget(policy, 64, 16, 16).predicted_bytes

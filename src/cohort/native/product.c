@@ -11,7 +11,6 @@
 #define PAIR (2 * LANES)
 #define CHUNK 64    /* rows at a time, a multiple of PAIR: they stay in the cache while the weights pass by */
 #define STRIDE 16   /* weights of a cache line */
-#define UNROLL_ALL _Pragma("GCC unroll 16")
 
 typedef struct {
     const float *x;       /* [rows, in] */

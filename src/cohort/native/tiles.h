@@ -20,14 +20,17 @@ INLINE int64_t score_tile(const int n, const int deep, const float *q, const voi
                           int64_t end, float *scores, int64_t stride, const int half) {
     const int64_t size = s->padded * LANES;
     for (; block + deep <= end; block += deep) {
-        vec total[TILE] = {0};
-        for (int64_t d = 0; d < s->width; d++)
-            UNROLL for (int b = 0; b < deep; b++) {
-                const vec k = load(keys, (block + b) * size + d * LANES, half);
-                UNROLL for (int i = 0; i < n; i++)
-                    total[i * deep + b] = multiply_add(all(q[i * s->padded + d]), k, total[i * deep + b]);
+        vec total[12] = {0};
+        for (int64_t d = 0; d < s->width; d++) {
+            vec k[4]; /* one factor of all sums, and one of the other at a time: more would not fit the registers */
+            UNROLL for (int b = 0; b < deep; b++) k[b] = load(keys, (block + b) * size + d * LANES, half);
+            UNROLL for (int i = 0; i < n; i++) {
+                const vec one = all(q[i * s->padded + d]);
+                UNROLL for (int b = 0; b < deep; b++)
+                    total[i * deep + b] = multiply_add(one, k[b], total[i * deep + b]);
             }
-        UNROLL for (int i = 0; i < n * deep; i++)
+        }
+        UNROLL_ALL for (int i = 0; i < n * deep; i++)
             store(scores, i / deep * stride + (block + i % deep) * LANES, total[i], 0);
     }
     return block;
@@ -57,15 +60,18 @@ INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, i
 INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t stride, const void *values,
                      const shape *s, int64_t from, int64_t end, float *out, const int half) {
     for (int64_t d = 0; d + wide * LANES <= s->padded; d += wide * LANES) {
-        vec total[TILE];
-        UNROLL for (int i = 0; i < n * wide; i++) total[i] = load(out, i / wide * s->padded + d + i % wide * LANES, 0);
-        for (int64_t t = from; t < end; t++)
-            UNROLL for (int w = 0; w < wide; w++) {
-                const vec v = load(values, t * s->padded + d + w * LANES, half);
-                UNROLL for (int i = 0; i < n; i++)
-                    total[i * wide + w] = multiply_add(all(weights[i * stride + t]), v, total[i * wide + w]);
+        vec total[12];
+        UNROLL_ALL for (int i = 0; i < n * wide; i++) total[i] = load(out, i / wide * s->padded + d + i % wide * LANES, 0);
+        for (int64_t t = from; t < end; t++) {
+            vec v[4];
+            UNROLL for (int w = 0; w < wide; w++) v[w] = load(values, t * s->padded + d + w * LANES, half);
+            UNROLL for (int i = 0; i < n; i++) {
+                const vec one = all(weights[i * stride + t]);
+                UNROLL for (int w = 0; w < wide; w++)
+                    total[i * wide + w] = multiply_add(one, v[w], total[i * wide + w]);
             }
-        UNROLL for (int i = 0; i < n * wide; i++) store(out, i / wide * s->padded + d + i % wide * LANES, total[i], 0);
+        }
+        UNROLL_ALL for (int i = 0; i < n * wide; i++) store(out, i / wide * s->padded + d + i % wide * LANES, total[i], 0);
     }
 }
 

@@ -6,8 +6,10 @@ tensors of a CPU.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +18,8 @@ import torch
 from cohort.errors import RankError
 
 _FORCED: list[str] = []
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+KEPT_BYTES, OWN_BYTES = 2**30, 2**25
 
 
 def kind_of(device: torch.device) -> str:
@@ -32,6 +36,17 @@ def out_of_memory(error: Exception) -> bool:
     if isinstance(error, RankError):  # it may quote the error of a pass that cannot be repeated
         return False
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU, let glibc keep up to ``KEPT_BYTES`` that are freed. By default it returns the memory of each pass to
+    the system and gets it back page by page in the next pass, 6% of an update of a small model. Blocks of at least
+    ``OWN_BYTES`` are returned at once, as they are by default. Other C libraries are left alone."""
+    if device.type != "cpu" or sys.platform != "linux":
+        return
+    if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
+        set_option(M_MMAP_THRESHOLD, OWN_BYTES)
+        set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def release_memory() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +131,7 @@ class CompletionStates:
     def chunks(self) -> Iterator[slice]:
         """All tokens, chunk by chunk."""
         size = self.chunk
-        return (slice(start, start + size) for start in range(0, len(self.hidden_NH), size))
+        return (slice(start, start + size) for start in range(0, len(self.distribution.targets_N), size))
 
     @property
     def native(self) -> bool:
@@ -207,7 +207,8 @@ class _DrawnLogps(torch.autograd.Function):
                 found[:3, span] = _statistics(hidden_NH[span], weight, states, span)
         ctx.tops_sums_2N = found[3:]
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
-        ctx.states = states
+        # Without the hidden states, which are saved: they can be freed before the layers' backward pass.
+        ctx.states = replace(states, hidden_NH=hidden_NH.new_empty(0, hidden_NH.shape[1]))
         logps_N, entropy_N, collision_N = found[:3]
         ctx.mark_non_differentiable(entropy_N, collision_N)
         return logps_N, entropy_N, collision_N
@@ -257,7 +258,10 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 def add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
-    """``total += left @ right``, some rows at a time: the whole product would be as large as the total."""
+    """``total += left @ right``; of another dtype some rows at a time, as the whole product would be as large."""
+    if left_VC.dtype == total_VH.dtype:
+        total_VH.addmm_(left_VC, right_CH)
+        return
     size = max(1, PRODUCT // right_CH.shape[1])
     for start in range(0, len(total_VH), size):
         total_VH[start : start + size] += left_VC[start : start + size] @ right_CH

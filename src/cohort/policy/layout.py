@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -74,6 +74,8 @@ class Continuation(NamedTuple):
     """On axis T."""
     prefix: slice
     """On axis X."""
+    position: int = 0
+    """Of the first of these tokens in its prefix."""
 
 
 class Spans(NamedTuple):
@@ -175,6 +177,13 @@ class Layout:
             for first, stop in _stretches(prefixes)
         ]
         return tuple(part for part in found if part.prefix.start < part.prefix.stop)
+
+    def blocks(self, most: int) -> Iterator[Continuation]:
+        """``continuations``, with at most ``most`` tokens of a prefix each."""
+        for part in self.continuations:
+            for start in range(part.prefix.start, part.prefix.stop, most):
+                prefix = slice(start, min(start + most, part.prefix.stop))
+                yield Continuation(part.tokens, prefix, start - part.prefix.start)
 
     @functools.cached_property
     def own_spans(self) -> Spans:

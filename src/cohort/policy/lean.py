@@ -48,20 +48,22 @@ class LeanLayers:
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""
-        found = call_gathered(self.model.model, partial(self._run, ids_T, positions_T, packed))
+        run = partial(self.run, range(len(self.anatomy.layers)), ids_T, positions_T, packed)
+        found = Hidden(call_gathered(self.model.model, run))
         return packed.select(found) if packed.drawn_N is None else found.select(slice(len(packed.drawn_N)))
 
-    def _run(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
+    def run(self, layers: range, given: Tensor, positions_T: Tensor, packed: PackedPass) -> Tensor:
+        """Neighbouring layers: from token ids, or from the residual stream before the first of them, to the residual
+        stream; after the last layer of all, to hidden states."""
         with self.model.compute():
-            x = self._embed(ids_T).to(self.fused.wide)
-            if self.anatomy.embedding_multiplier != 1:
-                x = x * self.anatomy.embedding_multiplier
+            x = given if layers.start else self._embed(given)
             angles = {kind: self.anatomy.angles(kind, positions_T, x[:0]) for kind in self.anatomy.rotations}
             update: Tensor | None = None
-            for number, layer in enumerate(self.anatomy.layers):
+            for number in layers:
                 run = partial(self._outputs, number, angles, packed)
-                x, update, _ = call_gathered(layer.module, run, x, update)
-            return Hidden(self._add_norm(x, update, self.anatomy.norm)[1])
+                x, update, _ = call_gathered(self.anatomy.layers[number].module, run, x, update)
+            norm = self.anatomy.norm if layers.stop == len(self.anatomy.layers) else None
+            return self._add_norm(x, update, norm)[norm is not None]
 
     def _outputs(
         self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
@@ -72,14 +74,20 @@ class LeanLayers:
             x, update = torch.utils.checkpoint.checkpoint(self._recomputed, *arguments, use_reentrant=False)
         else:
             x, update = self._layer(*arguments)
+        if is_gathered(layer):  # the result of a gathered module must not be a view
+            x, update = _owned(x), None if update is None else _owned(update)
         if packed.read is None:
             return x, update, None
         own = [key for key in packed.read if key == number or (isinstance(key, tuple) and key[0] == number)]
-        if is_gathered(layer):  # whose results are no views
+        if is_gathered(layer):
             packed.read |= {key: tuple(part.clone() for part in packed.read[key]) for key in own}
         return x, update, tuple(part for key in own for part in packed.read[key])
 
     def _embed(self, ids_T: Tensor) -> Tensor:
+        x = self._looked_up(ids_T).to(self.fused.wide)
+        return x if self.anatomy.embedding_multiplier == 1 else x * self.anatomy.embedding_multiplier
+
+    def _looked_up(self, ids_T: Tensor) -> Tensor:
         embedding = self.anatomy.embedding
         plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
         if self.model.adds_gradients and plain and takes_in_place(embedding.weight):
@@ -102,7 +110,7 @@ class LeanLayers:
         last = number + 1 == len(anatomy.layers)
         drawn_N = packed.drawn_N if last else None
         mixed = self._mixed(number, normed, angles, packed, drawn_N)
-        if packed.read is not None and last:  # nothing reads the rest of the layer
+        if self._only_keys(number, packed):  # nothing reads the rest of the layer
             return x, None
         if drawn_N is not None:
             index_N = in_like_shapes(drawn_N).to(x.device)
@@ -114,6 +122,9 @@ class LeanLayers:
         x, normed = self._add_norm(x, update, layer.before_mlp)
         return x, self._scaled(self._mlp(layer.mlp, normed), layer.after_mlp)
 
+    def _only_keys(self, number: int, packed: PackedPass) -> bool:
+        return number == packed.only_keys_of or (packed.read is not None and number + 1 == len(self.anatomy.layers))
+
     def _mixed(self, number: int, normed: Tensor, angles: Angles, packed: PackedPass, drawn_N: Tensor | None) -> Tensor:
         """What a layer projects to its first update, ``[T, width]``; of a pass that only reads, nothing in its last
         layer."""
@@ -121,7 +132,7 @@ class LeanLayers:
         if layer.mixer is not None:
             return layer.mixer(layer.qkv(normed), packed, self.fused)
         (q, k, v), gate = self._queries_keys_values(layer, normed, angles)
-        if packed.read is not None and number + 1 == len(anatomy.layers):
+        if self._only_keys(number, packed):
             packed.record(number, k, v)
             return normed
         out_ATD = packed.attend(number, q, k, v, anatomy.scaling, layer.window, anatomy.score_cap, drawn_N, layer.sinks)
@@ -191,3 +202,8 @@ class _Lookup(torch.autograd.Function):
 
 def _is_checkpointed(module: Any) -> bool:
     return bool(module.training and getattr(module, "gradient_checkpointing", False))
+
+
+def _owned(values: Tensor) -> Tensor:
+    """The same values in memory of their own, if they are a view."""
+    return values.clone() if values._is_view() else values

@@ -63,12 +63,9 @@ class Prefixes:
         attached: bool,
         result: Tensor | None = None,
     ) -> None:
-        self.prompt_ids = prompt_ids
-        self._result = result
-        self._computed = keys_values
-        self.keys_values = keys_values
-        if not attached:
-            self.keys_values = {layer: tuple(map(_leaf, parts)) for layer, parts in keys_values.items()}
+        self.prompt_ids, self._result = prompt_ids, result
+        self._computed, self.attached = keys_values, attached
+        self.keys_values = {key: parts if attached else tuple(map(_leaf, parts)) for key, parts in keys_values.items()}
 
     def backward(self) -> None:
         """Send the gradients that have added up through the prompts. Does nothing if there are none."""
@@ -78,9 +75,8 @@ class Prefixes:
             for computed, leaf in zip(parts, self.keys_values[layer], strict=True)
             if leaf is not computed and leaf.grad is not None
         ]
-        if pairs and self._result is not None:
-            pairs.append((self._result, torch.zeros_like(self._result)))
         if pairs:
+            pairs += [] if self._result is None else [(self._result, torch.zeros_like(self._result))]
             computed, grads = zip(*pairs, strict=True)
             torch.autograd.backward(computed, grads)
 
@@ -194,18 +190,19 @@ class SharedPasses:
 
     def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
         """See ``Passes``."""
-        prompts = prefixes.prompt_ids
-        layout = Layout(
-            rows.lengths_B.tolist(), self.model.device, rows.prompt_B.tolist(), [len(prompt) - 1 for prompt in prompts]
-        )
+        before = [len(prompt) - 1 for prompt in prefixes.prompt_ids]
+        layout = Layout(rows.lengths_B.tolist(), self.model.device, rows.prompt_B.tolist(), before)
         packed = PackedPass(layout, self.native, prefixes=prefixes.keys_values, drawn_N=rows.drawn_N)
-        return self._run(rows.inputs_T(prompts), packed)
+        return self._run(rows.inputs_T(prefixes.prompt_ids), packed)
 
     def _run(self, ids_T: Tensor, packed: PackedPass) -> Hidden:
+        return self.body(self.padded(ids_T), in_like_shapes(packed.layout.positions_T), packed)
+
+    def padded(self, ids_T: Tensor) -> Tensor:
+        """Token ids as ``body`` takes them."""
         padded_T = in_like_shapes(ids_T.to(self.model.device))
-        if needs_states(self.model.model):
-            padded_T[len(ids_T) :] = ids_T[0]
-        return self.body(padded_T, in_like_shapes(packed.layout.positions_T), packed)
+        padded_T[len(ids_T) :] = ids_T[0] if needs_states(self.model.model) else 0
+        return padded_T
 
 
 class PackedPass:
@@ -218,6 +215,9 @@ class PackedPass:
         prefixes: keys and values that the rows attend to besides their own.
         drawn_N: indices of the tokens whose hidden states are needed. None: all.
     """
+
+    only_keys_of: int | None = None
+    """The layer of whose results only keys and values are needed. None: of no layer."""
 
     def __init__(
         self,

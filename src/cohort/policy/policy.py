@@ -27,11 +27,13 @@ from cohort.policy.choose import choose_passes
 from cohort.policy.compute import ComputeModel, enable_checkpointing
 from cohort.policy.context import hidden_size
 from cohort.policy.deferred import DeferredModel
+from cohort.policy.device import keep_freed_memory
 from cohort.policy.finite import check_finite_weights
 from cohort.policy.float32_head import use_float32_head
 from cohort.policy.head import CompletionStates, TokenLogps
 from cohort.policy.load import load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes, base_of
+from cohort.policy.pieces import hidden_in_pieces
 from cohort.policy.router import experts_per_token
 from cohort.policy.rows import Distribution, PackedRows
 from cohort.policy.vision import freeze_the_rest, reads_images
@@ -62,7 +64,12 @@ class Policy(ComputeModel):
         return output
 
     def states(
-        self, prefixes: Prefixes, rows: PackedRows, temperature: float, repetition_penalty: float = 1.0
+        self,
+        prefixes: Prefixes,
+        rows: PackedRows,
+        temperature: float,
+        repetition_penalty: float = 1.0,
+        most_tokens: int | None = None,
     ) -> CompletionStates:
         """The hidden states from which the log-probs of the drawn tokens of rows are computed.
 
@@ -72,8 +79,9 @@ class Policy(ComputeModel):
                 of the distribution that was drawn from.
             temperature: divides the logits, as in sampling.
             repetition_penalty: as in sampling; see ``Distribution``. 1: no penalty.
+            most_tokens: longer rows are computed in pieces of at most as many tokens, if they can be. None: no row is.
         """
-        hidden = self.passes.hidden(prefixes, rows)
+        hidden = hidden_in_pieces(self.passes, prefixes, rows, most_tokens)
         return CompletionStates(
             hidden.states,
             self.passes.head,
@@ -172,6 +180,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         NonFiniteError: a weight is NaN or infinite.
     """
     device = resolve_device(config.device)
+    keep_freed_memory(device)
     precision = resolve_precision(config.precision, device, hidden_size(model_config))
     given, model = model, model.load() if isinstance(model, DeferredModel) else model
     quantized = config.quantization != "none" or getattr(model, "is_quantized", False)

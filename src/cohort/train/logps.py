@@ -92,4 +92,6 @@ def forward_passes(
 
 def states_of(context: StepContext, policy: Policy, prefixes: Prefixes, micro: Microbatch) -> CompletionStates:
     """``Policy.states`` of a microbatch, over the distribution that its tokens were drawn from."""
-    return policy.states(prefixes, micro.rows, context.temperature, context.repetition_penalty)
+    return policy.states(
+        prefixes, micro.rows, context.temperature, context.repetition_penalty, most_tokens=context.budget.piece
+    )

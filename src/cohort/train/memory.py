@@ -17,12 +17,15 @@ from torch.utils._pytree import tree_leaves
 from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy, context_length
 from cohort.policy.device import kind_of, out_of_memory, release_memory
+from cohort.policy.pieces import can_cut
 from cohort.rollout.budget import free_bytes
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
 """More tokens in a pass save little time and need memory in proportion."""
 FEWEST_TOKENS = 256
 PROBED_TOKENS = (64, 192)
+PROBED_PIECE, PROBED_PIECES = 64, (4, 8)
+"""Completions of so many small pieces show what a token of a long completion takes."""
 FREE_SHARE = 0.5
 """Share of the free memory that a pass may take."""
 MEBI = 2**20
@@ -47,6 +50,13 @@ class TokenBudget:
     """Peak memory of the largest pass; None: unknown."""
     free: int | None = None
     """Free memory when it was predicted; None: unknown."""
+    longest: int = 0
+    """Tokens of the longest completion; 0: unknown, or completions cannot be computed in pieces."""
+
+    @property
+    def piece(self) -> int:
+        """Tokens of the pieces in which longer rows are computed; see ``policy.pieces``."""
+        return max(self.tokens, FEWEST_TOKENS)
 
     def halve(self) -> None:
         """Halve the budget after memory ran out, and free what the failed pass left.
@@ -67,6 +77,8 @@ class TokenBudget:
     def describe(self) -> str:
         """The budget in words."""
         text = f"passes of at most {self.tokens:,} tokens"
+        if self.longest > self.piece:
+            text += f", longer completions in pieces of {self.piece:,}"
         if self.predicted_bytes is not None:
             text += f"; the largest needs {self.predicted_bytes / MEBI:,.0f} MiB"
         if self.free is not None:
@@ -107,21 +119,45 @@ def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, lon
     small, large = (min(size, context * size // (2 * max(PROBED_TOKENS))) for size in PROBED_TOKENS)
     few, many = (peak_bytes(policy, size, size, forward_only=True) for size in (small, large))
     per_token = max(1.0, (many - few) / (large - small))
-    longest = peak_bytes(policy, longest_prompt, longest_completion)
+    most = MOST_TOKENS.get(kind_of(policy.device), FEWEST_TOKENS)
+    cut = can_cut(policy.passes)
+    whole = min(longest_completion, max(given or most, FEWEST_TOKENS)) if cut else longest_completion
+    longest = peak_bytes(policy, longest_prompt, whole)
     # Gradients and the head's chunk do not grow with the budget.
-    fixed = max(0.0, longest - per_token * (longest_prompt + longest_completion) / 2)
+    fixed = max(0.0, longest - per_token * (longest_prompt + whole) / 2)
     free = free_bytes(policy.device)
     tokens = given
     if tokens is None:
-        tokens = MOST_TOKENS.get(kind_of(policy.device), FEWEST_TOKENS)
+        tokens = most
         if free is not None:
             tokens = min(tokens, max(FEWEST_TOKENS, int((free * FREE_SHARE - fixed) / per_token)))
-    return TokenBudget(tokens, int(max(longest, fixed + per_token * tokens)), free)
+    budget = TokenBudget(tokens, free=free, longest=longest_completion if cut else 0)
+    if budget.longest > budget.piece:
+        in_pieces = _peak_in_pieces(policy, longest_prompt, longest_completion, budget.piece, per_token)
+        longest = max(longest, in_pieces)
+    budget.predicted_bytes = int(max(longest, fixed + per_token * tokens))
+    return budget
 
 
-def peak_bytes(policy: Policy, prompt_length: int, completion_length: int, *, forward_only: bool = False) -> int:
+def _peak_in_pieces(policy: Policy, prompt_length: int, completion_length: int, piece: int, per_token: float) -> int:
+    """The peak of a completion in pieces: a straight line through two short ones in small pieces, and the activations
+    of larger pieces."""
+    small, large = (min(count * PROBED_PIECE, completion_length) for count in PROBED_PIECES)
+    few, many = (peak_bytes(policy, prompt_length, length, most_tokens=PROBED_PIECE) for length in (small, large))
+    grown = max(0, many - few) / max(1, large - small) * (completion_length - large)
+    return int(many + grown + per_token * (piece - PROBED_PIECE))
+
+
+def peak_bytes(
+    policy: Policy,
+    prompt_length: int,
+    completion_length: int,
+    *,
+    forward_only: bool = False,
+    most_tokens: int | None = None,
+) -> int:
     """Peak bytes of live tensors in a forward and backward pass over one prompt and one completion, with the gradients
-    of the parameters; ``forward_only``: up to the last hidden states."""
+    of the parameters; ``forward_only``: up to the last hidden states. ``most_tokens``: see ``Policy.states``."""
     token, context = 0, context_length(policy.model.config)
     live, passes = LiveBytes(), policy.passes  # choosing the passes must not be counted
     # Shared passes read a prompt without its last token. Some models have no positions beyond the context.
@@ -130,9 +166,11 @@ def peak_bytes(policy: Policy, prompt_length: int, completion_length: int, *, fo
     with live, policy.training(), policy.compute(), policy.gradients_in_place():
         prefixes = passes.read([prompt])
         rows = PackedRows.of([0], [(token,) * completion_length])
-        states = policy.states(prefixes, rows, temperature=1.0)
+        states = policy.states(prefixes, rows, temperature=1.0, most_tokens=most_tokens)
         if not forward_only:
-            states.logps().logps_N.sum().backward()
+            logps_N = states.logps().logps_N
+            del states
+            logps_N.sum().backward()
             prefixes.backward()
     for parameter in policy.model.parameters():
         parameter.grad = None

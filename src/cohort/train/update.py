@@ -209,9 +209,9 @@ def backward_passes(
     policy, forwards = context.policy, []
     reference = released((context.reference or policy).model)
     with reference, policy.training(), policy.compute(), policy.gradients_in_place(), unstoppable(context):
-        for losses, forward, states in forward_passes(context, batch, shared, weights, entropy_coefficient):
+        for losses, forward, router_logits in forward_passes(context, batch, shared, weights, entropy_coefficient):
             if balance is not None:
-                losses["router"] = balance.loss(states.router_logits)
+                losses["router"] = balance.loss(router_logits)
             torch.stack(list(losses.values())).sum().backward()
             forwards.append(replace(forward, router_loss=losses["router"].detach()) if "router" in losses else forward)
     return forwards
@@ -225,10 +225,11 @@ def forward_passes(
     entropy_coefficient: float,
     *,
     attached: bool = False,
-) -> Iterator[tuple[dict[str, Tensor], Forward, CompletionStates]]:
-    """The losses of each microbatch of this rank's share. Each prompt runs forward once; the gradients of its
-    completions add up in its keys and values, and run backward through it once, after the pack's last microbatch.
-    ``attached``: see ``Prefixes``. Where passes exchange weights, a value that is not finite ends them after the last.
+) -> Iterator[tuple[dict[str, Tensor], Forward, tuple[Tensor, ...]]]:
+    """The losses of each microbatch of this rank's share, and its router logits. Each prompt runs forward once; the
+    gradients of its completions add up in its keys and values, and run backward through it once, after the pack's last
+    microbatch. ``attached``: see ``Prefixes``. Where passes exchange weights, a value that is not finite ends them
+    after the last.
     """
     policy, failed = context.policy, None
     for pack in own_packs(context, policy, batch, shared):
@@ -247,7 +248,9 @@ def forward_passes(
                 failed = failed or error
                 weightless(states).backward()
                 continue
-            yield losses, forward, states
+            router_logits = states.router_logits
+            del states, ref_states  # the hidden states are freed as soon as the backward pass is done with them
+            yield losses, forward, router_logits
         for _ in range(pack.idle):
             if ref_prefixes is not None and context.reference is not None:
                 with torch.no_grad(), context.reference.compute():
