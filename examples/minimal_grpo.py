@@ -8,8 +8,8 @@ step, the share of right answers. From the first five steps to the last five it 
 seconds of one core. An installed package has this file in ``cohort/examples``.
 
 ``tests/test_minimal_example.py`` holds the parameters equal
-to those of ``cohort.train.loop`` after three steps, bit for bit. What the trainer adds is around this: checks, data
-files, microbatches, several updates per rollout, a run folder, evaluation, resuming.
+to those of ``cohort.train.loop`` after three steps, to rounding. What the trainer adds is around this: checks, data
+files, microbatches, equal completions computed once, several updates per rollout, a run folder, evaluation, resuming.
 """
 
 from __future__ import annotations

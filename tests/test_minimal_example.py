@@ -1,4 +1,4 @@
-"""examples/minimal_grpo.py is GRPO: its parameters equal the trainer's after three steps, bit for bit."""
+"""examples/minimal_grpo.py is GRPO: its parameters equal the trainer's after three steps, to rounding."""
 
 import importlib.util
 from pathlib import Path
@@ -51,7 +51,9 @@ def test_minimal_example_equals_the_loop(tmp_path):
         result = example.train_step(step, prompts_P, policy, reference, engine, optimizer)
         assert result["reward"] == trainer_metrics[step]["reward/mean"]
     for mine, theirs in zip(policy.model.parameters(), trainer.policy.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+        # The trainer computes equal completions of a prompt once: sums in another order. A step moves a parameter by up to
+        # the learning rate, a thousand times as far.
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
 
 
 def test_the_example_is_short():

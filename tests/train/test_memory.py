@@ -60,11 +60,11 @@ def test_the_prediction_is_the_peak_of_a_pass_as_long_as_the_budget():
 
 def test_the_prediction_of_a_completion_in_pieces():
     policy = Policy(wide_llama(), SINGLE)
-    budget = find_budget(policy, 256, 16, 20_000)
+    budget = find_budget(policy, 256, 16, 4096)
     assert "passes of at most 256 tokens, longer completions in pieces of 256; the largest" in budget.describe()
-    few, many = (peak_bytes(policy, 16, length, most_tokens=256) for length in (768, 1280))
-    expected = many + (many - few) / 512 * (20_000 - 1280)
-    assert budget.predicted_bytes == pytest.approx(expected, rel=0.05)  # lines of different pieces
+    measured = peak_bytes(policy, 16, 4096, most_tokens=256)
+    # The prediction is a straight line through completions of 256 and 512 tokens in smaller pieces.
+    assert measured == pytest.approx(budget.predicted_bytes, rel=0.15)
 
 
 def test_the_longest_completion_is_tried():

@@ -127,7 +127,7 @@ def level(plans: Sequence[Sequence[Pack]]) -> list[list[Pack]]:
     many microbatches in each, and prompts with keys and values in every pack.
 
     >>> level([[Pack(((5, 6),), ((0,), (1,)))], []])[1]
-    [Pack(prompt_ids=((0, 0),), microbatches=(), idle=2)]
+    [Pack(prompt_ids=((0, 0),), microbatches=(), idle=2, copies={})]
     """
     count = max(map(len, plans), default=0)
     full = [[*plan, *[Pack((), ())] * (count - len(plan))] for plan in plans]
