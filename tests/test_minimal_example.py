@@ -52,7 +52,7 @@ def test_minimal_example_equals_the_loop(tmp_path):
         assert result["reward"] == trainer_metrics[step]["reward/mean"]
     for mine, theirs in zip(policy.model.parameters(), trainer.policy.model.parameters(), strict=True):
         # The trainer computes equal completions of a prompt once: sums in another order. A step moves a parameter by up to
-        # the learning rate, a thousand times as far.
+        # the learning rate, a hundred times as far.
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
 
 
