@@ -220,6 +220,8 @@ def test_language_of_mixed_short_and_formal_texts():
     assert language(chat(SENTENCES["de"], SENTENCES["de"]), code="de") == 1.0
     assert language("Yes, it is.") is None
     assert language("Yes, it is so, I think.", min_letters=10) == 1.0
+    # A rest that is too short is judged with the sentence before it.
+    assert language("Yes, it is so, I think. Поезд отправля", min_letters=15) == 0.0
     assert language("") is None
     assert language("12 + 30 = 42, $x^2$") is None
     formulas = r"Also ist $f(the) = and$ und \(then\) so `for the while` gleich \frac{1}{2}, was zu zeigen war."
