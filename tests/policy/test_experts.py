@@ -115,6 +115,21 @@ def test_few_tokens_have_the_same_numbers_whatever_their_company(module: Any, gi
     assert prepared(x, index + EXPERTS, weights).isnan().all()
 
 
+def test_prepared_weights_are_not_used_where_adapters_change_the_module(given: Any) -> None:
+    class Added(torch.nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight + 0.1
+
+    module = module_of(model("qwen3_moe"))
+    prepared = prepare(module, torch.float32)
+    torch.nn.utils.parametrize.register_parametrization(module, "down_proj", Added())  # as peft does while it runs
+    with torch.no_grad():
+        expected = experts(module, *given)
+        assert gap(prepared(*given), expected) > 0.1
+        with used(prepared):
+            assert experts(module, *given).equal(expected)
+
+
 def test_activations_are_found_by_trying(module: Any) -> None:
     kind = "GptOss" in type(module).__name__
     assert Activation.of(module) == (Activation(False, 1.702, 0.5, 1.0, True) if kind else Activation())

@@ -1,11 +1,14 @@
 """Lean layers: with and without native kernels, in few shapes, and with gradients added in place."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.policy import Policy, enable_checkpointing
 from cohort.policy.head import LIKE_SHAPES, add_product
+from cohort.policy.lean import LeanLayers
 from tests.conftest import tiny_llama
 from tests.policy.plain import (
     COMPLETIONS,
@@ -35,6 +38,14 @@ def test_native_kernels_switched_off():
     assert policy.passes.description.endswith("no native kernels: switched off")
     assert policy.passes.native is policy.passes.head.native is policy.passes.body.fused.native is False
     assert policy.copy_frozen().native_kernels is policy.reference().native_kernels is False
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "granite4"])
+def test_recurrent_layers_are_lean_in_each_precision(family):
+    for precision, native in itertools.product([SINGLE, MIXED], [True, False]):
+        policy = policy_of(*LEAN[family], precision)
+        policy.native_kernels = native
+        assert type(policy.passes.body) is LeanLayers, policy.passes.description
 
 
 @pytest.mark.parametrize("precision", [SINGLE, MIXED], ids=str)

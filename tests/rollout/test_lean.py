@@ -312,6 +312,25 @@ def test_prefill_and_decode_are_the_models_forward(family, native):
     assert gaps(logits, truth(family)).max() < (1e-4 if family == "qwen3_5" else 1e-5)
 
 
+def test_adapters_of_experts_are_sampled_with():
+    import peft
+
+    names = ["gate_up_proj", "down_proj"]
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_parameters=[f"mlp.experts.{name}" for name in names])
+    policy = Policy(peft.get_peft_model(copy.deepcopy(made("qwen3_moe")), config), FLOAT32)
+    engine = engine_of(policy)  # chosen while the adapters have no effect
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    (group,) = engine.generate(prompts(PROMPTS[0]), 2, Sampling(8), RNGKey(1, 0))
+    with torch.no_grad():
+        ids = [drawn_ids(c) for c in group.completions]
+        trained, *_ = policy.logps([group.prompt.token_ids] * 2, ids, 1.0)
+    sampled = torch.tensor([lp for c in group.completions for lp in c.sampler_logps])
+    torch.testing.assert_close(sampled, trained.double(), rtol=1e-5, atol=1e-5, check_dtype=False)  # float32
+
+
 @pytest.mark.parametrize("family", TELLING)
 def test_in_float64_to_its_rounding(family):
     policy = policy_of(family, FLOAT64)

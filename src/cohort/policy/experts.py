@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 
 from cohort.native import DTYPES, call, load, require, structure, threads_for
 from cohort.policy.device import kind_of
@@ -138,7 +139,8 @@ def experts(module: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> 
 
         found: Tensor = grouped_mm_experts_forward(module, x_TH, index_TK, weights_TK)
         return found
-    prepared = _PREPARED.get(module)
+    # Adapters are parametrizations of the module while it runs: prepared weights lack them.
+    prepared = None if torch.is_grad_enabled() or is_parametrized(module) else _PREPARED.get(module)
     if prepared is not None and index_TK.numel() <= FEW[dtype] * module.num_experts:
         return prepared(x_TH, index_TK, weights_TK)
     matrices = [module.gate_up_proj, module.down_proj]

@@ -11,7 +11,7 @@ width of keys, D width of values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -170,8 +170,13 @@ StateKey = tuple[int, str]
 class Recurrence(NamedTuple):
     """A recurrence, over packed sequences and for one token of each sequence."""
 
-    over: Callable[..., tuple[Tensor, Tensor]]
+    sequences: Callable[..., tuple[Tensor, Tensor]]
     step: Callable[..., Tensor]
+
+    def over(self, *values: Any, native: bool) -> tuple[Tensor, Tensor]:
+        """Packed sequences, in float32 or wider also under autocast."""
+        with torch.autocast(values[0].device.type, enabled=False):
+            return self.sequences(*values, native=native)
 
 
 class Recurring(Protocol):

@@ -65,8 +65,8 @@ class Product:
                 self._weights = []
         else:
             self._weights, self._biases = weights, biases
-        if self._wants_native and self._weights and multiplies(self._weights):
-            self._native = NativeProduct(self._weights, self._biases)
+        takes = self._wants_native and self._weights and multiplies(self._weights)
+        self._native = NativeProduct(self._weights, self._biases) if takes else None
         self._adapters = []
         for number, linear in enumerate(self._linears):
             for adapter in linear.adapters:
