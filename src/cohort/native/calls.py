@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import threading
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
@@ -17,6 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Floating-point dtypes that the kernels read and write."""
 NUMBERS_OF_ONE_THREAD = 1 << 15
 """Up to this many numbers, one thread is faster than several."""
+_LOCAL = threading.local()
 
 
 @functools.cache
@@ -44,6 +46,15 @@ def _kernel(name: str) -> tuple[type[ctypes.Structure], Any]:
     function.restype = None
     (argument,) = re.findall(rf"void cohort_{name}\((\w+) ", source())
     return structure(argument), function
+
+
+def room(numbers: int) -> Tensor:
+    """Memory for at least so many float32 numbers, in which a kernel works until it returns. Each thread keeps its own:
+    fresh memory would be mapped at each call."""
+    held: Tensor | None = getattr(_LOCAL, "room", None)
+    if held is None or len(held) < numbers:
+        held = _LOCAL.room = torch.empty(numbers)
+    return held
 
 
 def call(name: str, **values: Tensor | float | None) -> None:

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import weakref
 from collections.abc import Iterator
 from ctypes import byref, c_int64
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
-from cohort.native import DTYPES, call, load, require, structure, threads_for
+from cohort.native import DTYPES, call, load, require, room, structure, threads_for
 from cohort.policy.device import kind_of
 
 NAME = "cohort"
@@ -177,8 +175,8 @@ class PreparedExperts:
         self.module, self._dtype = module, dtype
         self._library, self._call = load(), structure("few")(**activation.arguments)
         self._library.cohort_few_tokens.restype = None
-        room = self._library.cohort_few_room
-        room.argtypes, room.restype = [c_int64] * 4, c_int64
+        numbers = self._library.cohort_few_room
+        numbers.argtypes, numbers.restype = [c_int64] * 4, c_int64
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -202,12 +200,12 @@ class PreparedExperts:
         rows = tokens * each + call.experts * (self._library.cohort_lanes() - 1)
         x, index, weights = x_TH.to(self._dtype).contiguous(), index_TK.contiguous(), weights_TK.float().contiguous()
         whole, out = index.new_empty(tokens * each + rows), x.new_zeros(x.shape, dtype=torch.float32)
-        room = _room(self._library.cohort_few_room(rows, call.hidden, call.inner, threads), get_ident())
+        own = room(self._library.cohort_few_room(rows, call.hidden, call.inner, threads))
         require(
             index.dtype == torch.int64 and len(x) == tokens and weights.shape == index.shape, "a row for each token"
         )
         call.x, call.index, call.weights, call.out = x.data_ptr(), index.data_ptr(), weights.data_ptr(), out.data_ptr()
-        call.whole, call.room, call.tokens, call.each = whole.data_ptr(), room.data_ptr(), tokens, each
+        call.whole, call.room, call.tokens, call.each = whole.data_ptr(), own.data_ptr(), tokens, each
         call.x_half, call.threads = self._dtype == torch.bfloat16, threads
         self._library.cohort_few_tokens(byref(call))
         return out.to(x_TH.dtype)
@@ -216,21 +214,17 @@ class PreparedExperts:
 @contextlib.contextmanager
 def used(prepared: PreparedExperts | None) -> Iterator[None]:
     """Inside the block, their module uses the prepared weights, if there are some, for few tokens."""
-    if prepared is not None:
-        _PREPARED[prepared.module] = prepared
+    if prepared is None:
+        yield
+        return
+    _PREPARED[prepared.module] = prepared
     try:
         yield
     finally:
-        _PREPARED.clear()
+        del _PREPARED[prepared.module]
 
 
 _PREPARED: dict[Any, PreparedExperts] = {}
-
-
-@functools.lru_cache(maxsize=4)
-def _room(numbers: int, _thread: int) -> Tensor:
-    """A thread's memory for rows. It is kept: fresh memory would be mapped at each call."""
-    return torch.empty(numbers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,8 @@ class Pieces:
                 last = number + 1 == len(self.stages)
                 if found is None:
                     found = out.new_empty(self.outputs if last else len(self.ids_T), out.shape[-1])
-                self._place(found, out, span, last=last)
+                where = span.outputs if last else span.tokens
+                found[where] = out[: where.stop - where.start]
             if self.keep and len(self.stages) == 1:
                 self._kept = kept
             self._inputs.append(given if self.keep else None)
@@ -155,12 +156,6 @@ class Pieces:
             torch.clear_autocast_cache()
         assert found is not None
         return found
-
-    def _place(self, target: Tensor, out: Tensor, span: Span, *, last: bool) -> None:
-        if last:
-            target[span.outputs] = out[: span.outputs.stop - span.outputs.start]
-        else:
-            target[span.tokens] = out[: span.tokens.stop - span.tokens.start]
 
     def _run(
         self, number: int, given: Tensor | None, span: Span, kept: Kept, only_keys_of: int | None = None
@@ -185,8 +180,7 @@ class Pieces:
         """From the gradient of what a stage returns to that of what it reads, which is written over it if possible."""
         kept, self._kept = self._kept or self._again(number), None
         x, grad_x = self._inputs.pop(), grad
-        alike = x is None or (grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous())
-        if x is not None and not alike:
+        if x is not None and not (grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()):
             grad_x = torch.empty_like(x)
         kept.begin_backward()
         for span in reversed(self.spans):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from threading import get_ident
 
 import torch
 from torch import Tensor
 
-from cohort.native import call, load, require, threads_for
+from cohort.native import call, load, require, room, threads_for
 
 CHUNK = 64
 """Rows that the kernel works on at a time."""
@@ -47,13 +45,7 @@ class NativeProduct:
         require(x.dtype == torch.float32 and x.shape[1:] == (self._in,), "an input for each column")
         y = x.new_empty(len(x), self._out)
         call(
-            "product", x=x.contiguous(), parts=self._parts, turned=_room(self._in, get_ident()), y=y, rows=len(x),
+            "product", x=x.contiguous(), parts=self._parts, turned=room(self._in * CHUNK), y=y, rows=len(x),
             out=self._out, count=len(self._parts), threads=threads_for(self._out * self._in), **{"in": self._in},
         )  # fmt: skip
         return y
-
-
-@functools.lru_cache(maxsize=16)
-def _room(inputs: int, _thread: int) -> Tensor:
-    """A thread's memory for rearranged rows. It is kept: fresh memory would be mapped at each call."""
-    return torch.empty(inputs * CHUNK)

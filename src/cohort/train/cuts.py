@@ -72,12 +72,13 @@ def copies(batch: TokenBatch, part: Part) -> dict[int, int]:
         counts_S = segment_sum(torch.from_numpy(counts_N).long(), numbers(batch.lengths_S), batch.num_sequences)
         columns += [(counts_N, batch.lengths_S), (batch.support.excluded_N, batch.lengths_S)]
         columns.append((batch.support.token_ids_U, counts_S))
-    cut = [np.split(np.asarray(values), counts_S.cumsum(0)[:-1]) for values, counts_S in columns]
+    arrays = [(np.asarray(values), np.append(0, counts_S.cumsum(0))) for values, counts_S in columns]
     first: dict[Any, int] = {}
     found = {}
     for index, sequence in enumerate(part.sequences_S.tolist()):
         prompt = batch.prompt_ids[int(batch.group_S[sequence])]
-        same = first.setdefault((prompt, *(pieces[sequence].tobytes() for pieces in cut)), index)
+        own = (values[starts_S[sequence] : starts_S[sequence + 1]].tobytes() for values, starts_S in arrays)
+        same = first.setdefault((prompt, *own), index)
         if same != index:
             found[index] = same
     return found

@@ -91,8 +91,9 @@ class TokenBudget:
 def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_completion: int) -> TokenBudget:
     """The budget of the settings, or the one that fills half of the free memory, with its predicted peak.
 
-    Three passes over arbitrary tokens are tried: two short ones to measure the memory of one token, and one with the
-    longest prompt and completion. They change nothing.
+    Passes over arbitrary tokens are tried: two short ones to measure the memory of one token, and one with the longest
+    prompt and the longest completion that is computed whole. If longer ones are computed in pieces, two short
+    completions in small pieces show what those take. The passes change nothing.
 
     Args:
         policy: the model to be trained.
