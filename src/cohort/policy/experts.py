@@ -150,7 +150,7 @@ def experts(module: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> 
 
 
 def activation_of(module: Any) -> Activation | None:
-    """The activation of a module of experts. None: it computes something else, too, which transformers does."""
+    """The activation of a module of experts. None: the module does more, and transformers computes it."""
     plain = not (getattr(module, "_is_expert_parallel", False) or getattr(module, "has_post_expert_norm", False))
     return Activation.of(module) if plain and module.has_gate else None
 
@@ -213,7 +213,7 @@ class PreparedExperts:
 
 @contextlib.contextmanager
 def used(prepared: PreparedExperts | None) -> Iterator[None]:
-    """Inside the block, their module uses the prepared weights, if there are some, for few tokens."""
+    """Inside the block, the module of ``prepared`` computes few tokens with it. None: nothing changes."""
     if prepared is None:
         yield
         return
