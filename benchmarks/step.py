@@ -61,11 +61,10 @@ from common import (
     trl_trainer,
 )
 
-from rollout import MINIATURE, MODELS, WORKLOADS, Shape, Workload, hardware, only_this_on_stdout, versions
+from rollout import MINIATURE, MODELS, PRECISIONS, WORKLOADS, Shape, Workload, hardware, only_this_on_stdout, versions
 
 PROMPTS = 8
 COMPLETIONS = PROMPTS * GROUP
-PRECISIONS = ("bfloat16", "float32")
 PARTS = ("generate", "update", "other")
 TOO_SLOW = 1.8
 
