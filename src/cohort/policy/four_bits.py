@@ -42,7 +42,8 @@ def use_exact_products(model: Any) -> None:
         if getattr(module, "lora_magnitude_vector", ()) and state.shape[-1] % state.blocksize:
             raise ModelError(
                 f"DoRA on four bits on a CPU needs rows of a multiple of {state.blocksize} weights, and those of "
-                f"{name} have {state.shape[-1]}: set model.lora.variant to 'lora' or 'rslora', or model.quantization to 'none'"
+                f"{name} have {state.shape[-1]}: set model.lora.variant to 'lora' or 'rslora', or "
+                "model.quantization to 'none'"
             )
 
 
