@@ -272,7 +272,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def check_work(reports: dict[str, dict[str, Any]]) -> None:
-    """All sides draw the same number of calls and turns in a round, and of tokens but for a rare draw of another one."""
+    """All sides draw as many calls and turns in a round, and as many tokens but for rare draws of others."""
     work = {name: [round(report[key]) for key in ("calls", "turns", "tokens")] for name, report in reports.items()}
     first = next(iter(work.values()))
     if any(one[:2] != first[:2] or abs(one[2] - first[2]) > RARE * first[2] for one in work.values()):
