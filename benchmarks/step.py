@@ -68,7 +68,7 @@ COMPLETIONS = PROMPTS * GROUP
 PARTS = ("generate", "update", "other")
 TOO_SLOW = 1.8
 ENOUGH_CHANGED = 0.95
-"""Share of the tensors. Rounding can swallow a step of 1e-6 in all of the few weights of a tensor (Qwen3.5's decays)."""
+"""Share of the tensors. Rounding can swallow a step of 1e-6 in all weights of a small tensor (Qwen3.5's decays)."""
 
 
 @dataclass(frozen=True)
