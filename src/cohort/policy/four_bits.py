@@ -53,12 +53,12 @@ class _ExactProducts:
     def forward(self: Any, x: Tensor) -> Tensor:
         dtype = self.compute_dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        product: Tensor = _Product.apply(x.to(dtype), self.weight, bias)
+        product: Tensor = _Product.apply(x.to(dtype), self.weight, bias)  # type: ignore[no-untyped-call]
         return product.to(x.dtype)
 
 
 @functools.cache
-def _exact(base: type) -> type:
+def _exact(base: Any) -> Any:
     return type(f"Exact{base.__name__}", (_ExactProducts, base), {})
 
 
