@@ -38,7 +38,8 @@ def use_exact_products(model: Any) -> None:
                 "inference, which cannot be undone exactly: load the model anew"
             )
         if not isinstance(layer, _ExactProducts):
-            layer.__class__ = _exact(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _exact(kind)
         if getattr(module, "lora_magnitude_vector", ()) and state.shape[-1] % state.blocksize:
             raise ModelError(
                 f"DoRA on four bits on a CPU needs rows of a multiple of {state.blocksize} weights, and those of "
