@@ -208,8 +208,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
             model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights
         )
         model = model if quantized else model.to(device)
-    if quantized:
-        use_exact_products(model)
+    use_exact_products(model)
     if config.float32_head and precision.compute not in (torch.float32, torch.float64):
         use_float32_head(model)
     if config.gradient_checkpointing:
