@@ -24,7 +24,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 NAMES = ("out", "q", "k", "v", "prefix k", "prefix v")
 ROUNDING = {FLOAT: 2**-24, HALF: 2**-8}  # of a number, at most, beside itself
 SUMS = 2e-6  # of what float32 computes, beside the largest number of its kind: some ten roundings of 6e-8
-WORDS = 2**-6  # the same where all is bfloat16: processors may multiply weights and slopes of 8 bits (some 2^-9 each)
+WORDS = 2**-6  # the same in bfloat16: processors may multiply weights and slopes of 8 bits (some 2^-9 each)
 LAYOUTS = PLAIN_LAYOUTS | {
     "more than a block of keys": ([70], None, ()),
     "one prefix": ([3, 9, 1, 5, 4, 2], [0] * 6, [6]),
@@ -40,6 +40,7 @@ def made(layout, kv_heads=2, group=2, width=8, dtype=FLOAT, prefix_dtype=None, s
     if prefixes is not None:
         shapes += [(sum(prefix_lengths), kv_heads)] * 2
     tensors = [torch.randn(*shape, width, generator=generator) * size for shape in shapes]
+    tensors = [tensor.to(dtype) for tensor in tensors]
     return [tensor.to(dtype if n < 3 else prefix_dtype or dtype) for n, tensor in enumerate(tensors)]
 
 
@@ -99,7 +100,7 @@ def log_sums(q, k, layout, scaling, prefix_k, window):
 
 
 def assert_same(tensors, layout, count=None, sums=None, **ways):
-    sums = sums or (WORDS if all(tensor.dtype == HALF for tensor in tensors if tensor.numel()) else SUMS)
+    sums = sums or (WORDS if tensors[0].dtype == HALF else SUMS)
     found = attended(tensors, layout, count, **ways)
     expected = attended(tensors, layout, exact=True, rounded=found[0], **ways)
     tokens = sum(layout[0])

@@ -82,14 +82,20 @@ static void lay(const packed *p, table *t, const void *keys, const void *values,
     }
 }
 
-/* The same as words, from bfloat16 numbers; with zeros beside a last token that has no neighbour. */
-static void lay_words(const packed *p, table *t, const uint16_t *keys, const uint16_t *values, int64_t first,
-                      int64_t count, int64_t head, int64_t position) {
+/* The same as words, with zeros beside a last token that has no neighbour. Float32 numbers are rounded: those of a
+ * prefix, which an update widens from bfloat16 to add up its gradients. */
+static void lay_words(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
+                      int64_t head, int64_t position, const int half) {
     uint32_t *blocks[] = {(uint32_t *)t->key_blocks, (uint32_t *)t->value_blocks};
     for (int64_t i = 0; i < count + (position + count) % 2; i++) {
         const int64_t from = ((first + i) * p->kv_heads + head) * p->width, to = position + i;
         const int64_t block = (to / LANES * (p->padded / 2)) * LANES + to % LANES;
-        const uint16_t *of[] = {keys + from, values + from}, *row = of[t->value_blocks ? 0 : 1];
+        const uint16_t *of[] = {(const uint16_t *)keys + from, (const uint16_t *)values + from};
+        for (int64_t d = 0; !half && i < count && d < p->width; d++) {
+            store1(t->q, d, ((const float *)keys)[from + d], 1), store1(t->out, d, ((const float *)values)[from + d], 1);
+            of[0] = (uint16_t *)t->q, of[1] = (uint16_t *)t->out;
+        }
+        const uint16_t *row = of[t->value_blocks ? 0 : 1];
         uint16_t *halves = (uint16_t *)t->rows + to / 2 * 2 * p->padded + to % 2;
         for (int64_t d = 0; d < p->width; d++) halves[d * 2] = i < count ? row[d] : 0;
         for (int kind = 0; kind < (t->value_blocks ? 2 : 1) && i < count; kind++) {
@@ -359,11 +365,11 @@ INLINE void attend_number(const packed *p, int64_t number, int thread, const int
         memset(t.grad_keys, 0, (size_t)(longest * p->padded) * sizeof *t.grad_keys);
         memset(t.grad_values, 0, (size_t)(longest * p->padded) * sizeof *t.grad_values);
     }
-    if (pairs) lay_words(p, &t, p->prefix_k, p->prefix_v, first[2], first[3], head, 0);
+    if (pairs) lay_words(p, &t, p->prefix_k, p->prefix_v, first[2], first[3], head, 0, (int)p->prefix_half);
     else lay(p, &t, p->prefix_k, p->prefix_v, first[2], first[3], head, 0, (int)p->prefix_half);
     for (int64_t s = item[0]; s < item[1]; s++) {
         const int64_t *sequence = p->sequences + s * 4;
-        if (pairs) lay_words(p, &t, p->k, p->v, sequence[0], sequence[1], head, sequence[3]);
+        if (pairs) lay_words(p, &t, p->k, p->v, sequence[0], sequence[1], head, sequence[3], 1);
         else lay(p, &t, p->k, p->v, sequence[0], sequence[1], head, sequence[3], (int)p->half);
         for (int64_t j = 0; j < sequence[1] * p->group; j += QUERIES) {
             if (!needed(p, sequence, j)) continue;
@@ -379,6 +385,6 @@ static void attend_packed(void *what, int64_t number, int thread) { attend_numbe
 static void attend_pairs(void *what, int64_t number, int thread) { attend_number(what, number, thread, 1); }
 
 void cohort_packed_attention(packed *p) {
-    const int pairs = HAS_PAIRS && p->half && (p->prefix_half || !p->prefix_tokens);
+    const int pairs = HAS_PAIRS && p->half;
     run(pairs ? attend_pairs : attend_packed, p, p->item_count * p->kv_heads, (int)p->threads);
 }
