@@ -156,7 +156,9 @@ class _Native(torch.autograd.Function):
         named = dict(zip(names, grads, strict=False))
         _attend_natively(ctx.rest, tensors, out=out, lse=lse, grad_out=grad, **named)
         of_prefix = [] if in_place else [part[0] if len(part) == 1 else part.sum(0) for part in grads[3:]]
-        found = [part.transpose(0, 1).to(dtype) for part, dtype in zip([*grads[:3], *of_prefix], ctx.dtypes, strict=False)]
+        found = [
+            part.transpose(0, 1).to(dtype) for part, dtype in zip([*grads[:3], *of_prefix], ctx.dtypes, strict=False)
+        ]
         grad_sinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks).sum(0).to(sinks.dtype)
         return None, None, None, grad_sinks, *found, *([None] * (5 - len(found)))
 
