@@ -21,6 +21,7 @@ from cohort.policy.adapters import (
     check_targets,
     has_adapters,
     is_untouched,
+    keep_differentiable,
     keep_in_compute_dtype,
 )
 from cohort.policy.choose import choose_passes
@@ -199,6 +200,8 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         model.to(device=place, dtype=precision.master)
         if has_adapters(model):
             keep_in_compute_dtype(model, precision)
+    if quantized:
+        keep_differentiable(model)
     freeze_the_rest(model)
     name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
     check_finite_weights(dict(model.named_parameters()), name)
