@@ -159,8 +159,8 @@ def keep_differentiable(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
             if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
                 raise ModelError(
-                    "the given model's 4-bit weights were packed for inference by a pass without a gradient, and cannot "
-                    "be trained under: load the model again"
+                    "the given model's 4-bit weights were packed for inference by a pass without a gradient, and "
+                    "gradients cannot pass them: load the model again"
                 )
 
 
