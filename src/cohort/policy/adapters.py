@@ -147,7 +147,7 @@ def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
             module.weight.data = module.weight.data.to(precision.compute)
 
 
-def keep_differentiable(model: nn.Module) -> None:
+def keep_differentiable(model: Any) -> None:
     """Let no layer with 4-bit weights pack them for inference. On CPUs with AVX512-BF16, bitsandbytes packs them in the
     first pass without a gradient, for a product that has no backward pass.
 
