@@ -221,7 +221,10 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
 
         def trial() -> torch.Tensor:
             with torch.random.fork_rng(), policy.training(), policy.compute():
-    XX
+                ids = torch.arange(3, device=device)[None]
+                logits: torch.Tensor = policy.model(input_ids=ids, use_cache=False).logits
+            return logits
+
         check_targets(model, trial)
     if config.router_aux_loss_coef:
         experts_per_token(model_config)
