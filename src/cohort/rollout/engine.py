@@ -269,8 +269,8 @@ class Engine(Sampler, Protocol):
         """
 
     def sleep(self) -> None:
-        """Free memory between rollouts, as far as the engine can; ``update_weights`` undoes it. Raises ``ConfigError`` if
-        trajectories are unfinished."""
+        """Free memory between rollouts, as far as the engine can; ``update_weights`` undoes it. Raises ``ConfigError``
+        if trajectories are unfinished."""
 
     def close(self) -> None:
         """Drop all trajectories and free everything that the engine holds. Idempotent."""
