@@ -103,7 +103,7 @@ def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypa
 
 
 def test_folders_take_their_names_after_a_kill(tmp_path):
-    for name in ("step-1.old", "step-2", "step-2.old", "step-5.part"):
+    for name in ("step-1.old", "step-2", "step-2.old", "step-3.part"):
         (tmp_path / name).mkdir()
     recover(tmp_path, "step-*")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2"]

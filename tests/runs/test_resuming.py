@@ -272,9 +272,6 @@ def test_settings_alone_are_no_run(project, capsys):
     # One that was killed when it had written its settings has left its lock.
     Path("mine/run.lock").write_text("{}")
     RunFolder("mine").check_is_run()
-    # One of an earlier version.
-    Path("mine/run.lock").rename("mine/metrics.jsonl")
-    RunFolder("mine").check_is_run()
 
 
 def test_a_folder_that_is_no_run_is_said_to_be_none(project, capsys):

@@ -1,4 +1,4 @@
-"""The command ``verify``."""
+"""``cohort verify``."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from cohort.policy.adapters import (
     check_targets,
     has_adapters,
     is_untouched,
+    keep_differentiable,
     keep_in_compute_dtype,
 )
 from cohort.policy.choose import choose_passes
@@ -30,6 +31,7 @@ from cohort.policy.deferred import DeferredModel
 from cohort.policy.device import keep_freed_memory
 from cohort.policy.finite import check_finite_weights
 from cohort.policy.float32_head import use_float32_head
+from cohort.policy.four_bits import use_exact_products
 from cohort.policy.head import CompletionStates, TokenLogps
 from cohort.policy.load import load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes, base_of
@@ -199,6 +201,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         model.to(device=place, dtype=precision.master)
         if has_adapters(model):
             keep_in_compute_dtype(model, precision)
+    keep_differentiable(model)
     freeze_the_rest(model)
     name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
     check_finite_weights(dict(model.named_parameters()), name)
@@ -207,6 +210,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
             model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights
         )
         model = model if quantized else model.to(device)
+    use_exact_products(model)
     if config.float32_head and precision.compute not in (torch.float32, torch.float64):
         use_float32_head(model)
     if config.gradient_checkpointing:
@@ -217,9 +221,8 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
 
         def trial() -> torch.Tensor:
             with torch.random.fork_rng(), policy.training(), policy.compute():
-                logits: torch.Tensor = policy.model(
-                    input_ids=torch.arange(3, device=device)[None], use_cache=False
-                ).logits
+                ids = torch.arange(3, device=device)[None]
+                logits: torch.Tensor = policy.model(input_ids=ids, use_cache=False).logits
             return logits
 
         check_targets(model, trial)

@@ -161,8 +161,8 @@ def remove(folder: Path) -> None:
 
 
 def recover(parent: Path, names: str) -> None:
-    """Clear up after ``replaced`` and ``remove`` were killed: ``NAME.old`` takes its name unless another folder has it,
-    and ``NAME.part`` is deleted.
+    """Clear up after ``replaced`` and ``remove`` were killed: ``NAME.old`` takes its name, unless another folder has
+    it; ``NAME.part`` is deleted.
 
     Args:
         parent: the folder that holds them.
