@@ -38,7 +38,14 @@ def model(family: str, inner: int = 28) -> Any:
 
     more = {"num_experts": EXPERTS, "moe_intermediate_size": inner, "num_local_experts": EXPERTS}
     more |= {"num_experts_per_tok": EACH, "swiglu_limit": 0.5}
-    config = AutoConfig.for_model(family, **SIZES | {"intermediate_size": inner}, **more, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)
+    config = AutoConfig.for_model(
+        family,
+        **SIZES | {"intermediate_size": inner},
+        **more,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config).eval()
     for parameter in module_of(made).parameters():
@@ -132,7 +139,9 @@ def test_few_tokens_in_bfloat16(family: str, inner: int, given: Any) -> None:
     for token, expert, weight in zip(*(part.flatten() for part in (pairs(index), index, weights)), strict=True):
         active = weight * activation(x[token].bfloat16().double() @ up[expert] + biases[0][expert])
         expected[token] += active.bfloat16().double() @ down[expert] + weight * biases[1][expert]
-    assert gap(found, expected.detach()) < 1e-3  # an activation that float32 rounds to the other neighbour is off by 2^-8
+    assert (
+        gap(found, expected.detach()) < 1e-3
+    )  # an activation that float32 rounds to the other neighbour is off by 2^-8
     for part in (slice(3, 4), slice(5, 30)):
         assert prepared(x[part], index[part], weights[part]).equal(found[part])
 
