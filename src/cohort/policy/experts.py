@@ -348,7 +348,9 @@ def _gradients(
     narrow = given.dtype != matrix.dtype
     for expert, start, end in route.spans:
         left, right = given[start:end], grads[start:end]
-        if narrow:
+        if narrow and of_matrix.stride(1) == 1:  # in the order of its memory: a copy across it takes as long as a product
+            of_matrix[expert].T.copy_(right.T @ left)
+        elif narrow:
             of_matrix[expert] = left.T @ right
         else:
             torch.mm(left.T, right, out=of_matrix[expert])
