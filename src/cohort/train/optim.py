@@ -34,8 +34,6 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, num_updates: int, layout: Layout | None = None) -> None:
-        from transformers import get_scheduler
-
         self._model = model
         self.names = {p: name for name, p in (layout or Replicate()).trained(model).items()}
         """The names of the trained parameters, or of those that they are shards of."""
@@ -46,17 +44,7 @@ class Optimizer:
         self.rules = _rules(model, self.parameters, config)
         """One optimizer, or two where some parameters are not for the one that is named."""
         warmup = config.warmup_of(num_updates)
-        arguments = {"num_warmup_steps": warmup, "num_training_steps": num_updates}
-        try:
-            schedule = get_scheduler(
-                config.lr_scheduler_type,
-                self.rules[0],
-                **arguments,
-                scheduler_specific_kwargs=config.lr_scheduler_kwargs,
-            )
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"optim.lr_scheduler_kwargs: {error}") from None
-        factor = schedule.lr_lambdas[0]
+        factor = self._schedule(config, warmup, num_updates)
 
         # transformers' warm-up begins at a rate of exactly 0, which would spend the first rollout on nothing. Here
         # update k of w has k/w of the peak; after the warm-up the schedule is transformers' own.
@@ -65,6 +53,25 @@ class Optimizer:
 
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(rule, from_one) for rule in self.rules]
         self._factor = from_one
+
+    def _schedule(self, config: OptimConfig, warmup: int, num_updates: int) -> Callable[[int], float]:
+        """The factor of the learning rate of an update, counted from 0, as transformers computes it."""
+        if config.lr_scheduler_type == "constant":
+            return lambda _: 1.0  # the import below takes seconds where peft and bitsandbytes are installed
+        from transformers import get_scheduler
+
+        try:
+            schedule = get_scheduler(
+                config.lr_scheduler_type,
+                self.rules[0],
+                num_warmup_steps=warmup,
+                num_training_steps=num_updates,
+                scheduler_specific_kwargs=config.lr_scheduler_kwargs,
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optim.lr_scheduler_kwargs: {error}") from None
+        factor: Callable[[int], float] = schedule.lr_lambdas[0]
+        return factor
 
     def use(self, rule: torch.optim.Optimizer, schedule: Any = None) -> None:
         """Step with a ready optimizer in place of the one of the settings. Before the first step.
