@@ -59,14 +59,7 @@ class Watched:
             self.state = RunState(self.folder)
         if replaced or lines:
             self.state.progress.starts, self.state.progress.steps = read_starts(self.folder)
-            self.state.progress.steps = self.state.progress.steps or self._max_steps()
         return lines, [text for metrics in lines for text in self.state.add(metrics)]
-
-    def _max_steps(self) -> int | None:
-        """``run.max_steps``, for a run of an earlier version."""
-        table = self.state.settings.get("run")
-        steps = table.get("max_steps") if isinstance(table, dict) else None
-        return steps if type(steps) is int and steps > 0 else None
 
     @property
     def end(self) -> str:

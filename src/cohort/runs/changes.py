@@ -42,7 +42,6 @@ REFUSED = {*HASHED, "rewards", "tools", "precision", "versions"}
 """Facts that change results."""
 ROUNDING = {"threads", "ranks", "machine"}
 """Facts that change results by rounding: the owner of a run does not always decide them."""
-EARLIER_NAMES = {"reward functions": "rewards", "tools and environments": "tools"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +137,7 @@ def _absolute(value: Any, setting: str, folder: str) -> Any:
 
 
 def fact_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
-    """The facts that differ. Facts that an earlier version of Cohort did not store are not compared."""
-    saved = {EARLIER_NAMES.get(key, key): value for key, value in saved.items()}
+    """The facts that differ, of those that both have."""
     found = []
     for key in (*REFUSED, *ROUNDING):
         before, after = saved.get(key), now.get(key)

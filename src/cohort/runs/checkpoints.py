@@ -235,30 +235,20 @@ def check_checkpoint(folder: Path) -> None:
     """Check that a checkpoint is as it was written, and the one that its name says.
 
     Raises:
-        RunFolderError: a file is missing or differs, the folder was renamed, or an earlier version of Cohort wrote it.
+        RunFolderError: a file is missing or differs, or the folder was renamed.
     """
-    _refuse_earlier(folder)
     check_whole(folder)
     step = read_object(folder / LOOP).get("step")
     if folder.name.startswith("step-") and folder.name != f"step-{step}":
         raise RunFolderError(f"{folder} is the checkpoint of step {step}")
 
 
-def _refuse_earlier(folder: Path) -> None:
-    if (folder / "state" / "loop.pt").exists():
-        raise RunFolderError(
-            f"{folder} was written by an earlier version of Cohort, whose state (loop.pt) is pickled: convert it with "
-            "'cohort convert RUN', or set model.path to it to start a new run with its weights"
-        )
-
-
 def saved_identity(folder: Path) -> Mapping[str, str]:
     """The facts about its run that a checkpoint stores besides the settings: ``SavedState.identity``.
 
     Raises:
-        RunFolderError: it cannot be read, or an earlier version of Cohort wrote it.
+        RunFolderError: it cannot be read.
     """
-    _refuse_earlier(folder)
     with damage_named(folder / LOOP):
         return {str(name): str(fact) for name, fact in read_object(folder / LOOP)["identity"].items()}
 

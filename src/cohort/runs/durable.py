@@ -161,14 +161,14 @@ def remove(folder: Path) -> None:
 
 
 def recover(parent: Path, names: str) -> None:
-    """Clear up after ``replaced``, ``remove`` and ``train.convert`` were killed: ``NAME.old`` or ``NAME.converted``
-    takes its name, unless another folder has it; ``NAME.part`` is deleted.
+    """Clear up after ``replaced`` and ``remove`` were killed: ``NAME.old`` takes its name, unless another folder has
+    it; ``NAME.part`` is deleted.
 
     Args:
         parent: the folder that holds them.
         names: a pattern of names.
     """
-    for old in (*parent.glob(f"{names}.old"), *parent.glob(f"{names}.converted")):
+    for old in parent.glob(f"{names}.old"):
         target = old.with_suffix("")
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)

@@ -81,7 +81,7 @@ class Start:
 
 
 def last_start(run: Path) -> Start:
-    """How the run's last process was started; of a run of an earlier version, the defaults."""
+    """How the run's last process was started; the defaults if no line can be read."""
     for line in reversed(_lines(run)):
         with suppress(TypeError, LookupError, AttributeError):
             missing = {str(name): str(what) for name, what in line["missing"].items()}
