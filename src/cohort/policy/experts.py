@@ -348,7 +348,7 @@ def _gradients(
     narrow = given.dtype != matrix.dtype
     for expert, start, end in route.spans:
         left, right = given[start:end], grads[start:end]
-        if narrow and of_matrix.stride(1) == 1:  # in the order of its memory: a copy across it takes as long as a product
+        if narrow and of_matrix.stride(1) == 1:  # a copy across the order of its memory takes as long as the product
             of_matrix[expert].T.copy_(right.T @ left)
         elif narrow:
             of_matrix[expert] = left.T @ right
