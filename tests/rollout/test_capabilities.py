@@ -5,7 +5,8 @@ import pytest
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import RolloutConfig
 from cohort.errors import ConfigError
-from cohort.rollout import Capabilities, LocalEngine, check_capabilities, required_capabilities, setup
+from cohort.rollout import Capabilities, LocalEngine, setup
+from cohort.rollout.engine import check_capabilities, required_capabilities
 from tests.conftest import each
 
 
