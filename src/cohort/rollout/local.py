@@ -49,7 +49,6 @@ class LocalEngine(Engine):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         shared_weights=True,
-        keyed_draws=True,
         support=True,
         full_logps=True,
         repetition_penalty=True,

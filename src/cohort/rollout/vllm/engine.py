@@ -73,7 +73,7 @@ class VLLMEngine(Engine):
     server refuses a request.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(keyed_draws=True, continuation=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(continuation=True)
 
     def __init__(
         self,
