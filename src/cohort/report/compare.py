@@ -20,7 +20,7 @@ from cohort.errors import RunFolderError
 from cohort.report.files import flat
 from cohort.report.history import RunHistory
 from cohort.runs.checkpoints import LOOP, ROLLOUT, UPDATES, saved_identity
-from cohort.runs.reading import read_object
+from cohort.runs.reading import damage_named, read_object
 from cohort.runs.tensors import read_tensors
 
 SAMPLED = ("prompts/", "completions/", "length/", "episodes/", "rollout/")
@@ -157,7 +157,8 @@ def _by_step(run: RunHistory) -> dict[int, dict[str, Any]]:
 
 def _table(path: Path) -> dict[str, Any]:
     """The entries of a JSON file, without the times, at any depth."""
-    return dict(_without_times(read_object(path)))
+    with damage_named(path):
+        return dict(_without_times(read_object(path)))
 
 
 def _without_times(tree: Any) -> Any:
