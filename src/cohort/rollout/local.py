@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, ClassVar
 
@@ -81,7 +81,7 @@ class LocalEngine(Engine):
         self._scheduler: Scheduler | None = None  # while memory is allocated
         self._rows = 1  # for which memory is allocated
         self._parked: dict[int, Trajectory] = {}  # those that a scheduler without memory has left
-        self._ended: deque[EndedTurn] = deque()  # not yet handed back
+        self._ended: deque[EndedTurn] = deque()
         self._streaming = False
         self._tokens_read_again: int | None = None  # None: no trajectory had several turns
 
@@ -111,24 +111,6 @@ class LocalEngine(Engine):
                 self._end(trajectory, FinishReason.LENGTH)
         self._submit_waiting()
         return [trajectory.number for trajectory in trajectories]
-
-    def stream(self, watch: Watch | None = None) -> Generator[EndedTurn]:
-        """See ``Engine``."""
-        if self._streaming:
-            raise ConfigError("this engine is sampling already: use its stream, or a second engine")
-        watch = watch or Watch()
-        self._streaming = True
-        try:
-            while self._ended or self._decode_within_memory(watch):
-                while self._ended:
-                    yield self._ended.popleft()
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self.reset()
-            raise
-        finally:
-            self._streaming = False
 
     def extend(self, trajectory: int, token_ids: Sequence[int], *, rewrite: bool = False) -> None:
         """See ``Engine``."""
@@ -172,9 +154,6 @@ class LocalEngine(Engine):
         check_finished(self.unfinished, "sleep")
         self.backend.sleep()
 
-    def wake(self) -> None:
-        """See ``Engine``. Nothing to do."""
-
     def close(self) -> None:
         """See ``Engine``."""
         self.reset()
@@ -215,7 +194,7 @@ class LocalEngine(Engine):
             self._stops[stops] = StopStrings(self.tokenizer, stops)
         return self._stops[stops]
 
-    def _decode_within_memory(self, watch: Watch) -> bool:
+    def _advance(self, watch: Watch) -> bool:
         """``_decode``; when memory runs out, go on with half as many trajectories at a time, from this call on.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cohort.config import RolloutConfig
 from cohort.errors import ConfigError
@@ -80,19 +80,8 @@ class Sampling:
     @classmethod
     def of(cls, config: RolloutConfig) -> Sampling:
         """The sampling settings of a run, for training and for evaluation."""
-        return cls(
-            max_completion_length=config.max_completion_length,
-            temperature=config.temperature,
-            stop=config.stop,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            repetition_penalty=config.repetition_penalty,
-            min_completion_length=config.min_completion_length,
-            regex=config.regex,
-            json_schema=config.json_schema,
-            record_support=config.replay_sampling,
-        )
+        same = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
+        return cls(**same, record_support=config.replay_sampling)
 
     def describe(self) -> str:
         """All settings that a draw depends on, including those that are off.

@@ -273,11 +273,8 @@ def _vllm(args: Any, world_size: int) -> Settings:
         "--tensor-parallel-size": args.vllm_tensor_parallel_size,
         "--max-model-len": args.vllm_max_model_length,
         "--model-impl": None if args.vllm_model_impl == "vllm" else args.vllm_model_impl,
-        "--dtype": args.vllm_dtype,
     }
     arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    if args.vllm_enable_prefix_caching is not None:
-        arguments.append("--enable-prefix-caching" if args.vllm_enable_prefix_caching else "--no-enable-prefix-caching")
     return {**settings, "start": True, "python": sys.executable, "arguments": tuple(arguments)}
 
 

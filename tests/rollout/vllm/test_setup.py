@@ -60,7 +60,7 @@ def test_servers_sleep_during_updates_and_wake_for_weights_and_cache(tmp_path, s
     between = [path for path in paths[sleeps[0] : sleeps[1]] if path != GENERATE]
     expected = ["/sleep", "/pause", "/wake_up", "/collective_rpc", "/wake_up"]
     assert between == [*expected, "/update_weight_version", "/reset_prefix_cache", "/resume"]
-    one.engine.wake()
+    one.engine.update_weights(one.policy.version)
     assert stand_in.awake == {"weights", "kv_cache"}
     one.engine.close()
 
