@@ -230,31 +230,6 @@ def test_adapters_on_four_bits_train_as_on_the_values_that_these_stand_for():
         torch.testing.assert_close(grad, found[1][1][name], rtol=1e-3, atol=1e-3 * float(grad.abs().max()))
 
 
-def test_four_bits_are_not_packed_for_inference(monkeypatch, tmp_path):
-    """On CPUs with AVX512-BF16, a pass of bitsandbytes without a gradient packs the weights for a product that has no
-    backward pass, and that takes multiples of 32 only: gradients would miss all layers below, without an error. Here on
-    any CPU, with a width of 40 and with biases."""
-    import bitsandbytes.nn.modules as library
-
-    monkeypatch.setattr(library, "has_avx512bf16", lambda: True)
-    torch.manual_seed(0)
-    tiny_llama(hidden_size=64, intermediate_size=40, attention_bias=True).save_pretrained(tmp_path / "base")
-    config = ModelConfig(precision="float32", device="cpu", quantization="4bit", lora={"rank": 4})
-    policy = trained(load_policy(str(tmp_path / "base"), config, None))
-    with torch.no_grad():
-        policy.logps(PROMPTS, COMPLETIONS, 1.0)
-    values = policy.logps(PROMPTS, COMPLETIONS, 1.0).logps_N
-    values.sum().backward()
-    grads = {name: one.grad for name, one in policy.model.named_parameters() if one.requires_grad}
-    assert all(float(grad.abs().max()) > 0 for grad in grads.values())
-    layers = [module for module in policy.model.modules() if isinstance(module, library.Linear4bit)]
-    assert len(layers) == 14
-    packed = load_policy(str(tmp_path / "base"), config, None).model
-    next(module for module in packed.modules() if isinstance(module, library.Linear4bit)).weight.quant_state.packing_format_for_cpu = True  # fmt: skip
-    with pytest.raises(ModelError, match="packed for inference"):
-        load_policy(packed.get_base_model(), config, packed.config)
-
-
 def test_adapters_that_cannot_be(tmp_path, monkeypatch, base):
     with pytest.raises(ModelError, match=r"model\.lora does not fit LlamaForCausalLM.*no_such"):
         adapted(target_modules=["no_such"])

@@ -147,23 +147,6 @@ def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
             module.weight.data = module.weight.data.to(precision.compute)
 
 
-def keep_differentiable(model: Any) -> None:
-    """Let no layer with 4-bit weights pack them for inference. On CPUs with AVX512-BF16, bitsandbytes packs them in the
-    first pass without a gradient, for a product that has no backward pass.
-
-    Raises:
-        ModelError: a layer's weights are packed already.
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-                raise ModelError(
-                    "the given model's 4-bit weights were packed for inference by a pass without a gradient, and "
-                    "gradients cannot pass them: load the model again"
-                )
-
-
 def is_untouched(model: Any) -> bool:
     """Whether the adapters still add nothing."""
     parameters = dict(model.named_parameters())

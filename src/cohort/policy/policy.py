@@ -21,7 +21,6 @@ from cohort.policy.adapters import (
     check_targets,
     has_adapters,
     is_untouched,
-    keep_differentiable,
     keep_in_compute_dtype,
 )
 from cohort.policy.choose import choose_passes
@@ -201,7 +200,6 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
         model.to(device=place, dtype=precision.master)
         if has_adapters(model):
             keep_in_compute_dtype(model, precision)
-    keep_differentiable(model)
     freeze_the_rest(model)
     name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
     check_finite_weights(dict(model.named_parameters()), name)
@@ -221,8 +219,9 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
 
         def trial() -> torch.Tensor:
             with torch.random.fork_rng(), policy.training(), policy.compute():
-                ids = torch.arange(3, device=device)[None]
-                logits: torch.Tensor = policy.model(input_ids=ids, use_cache=False).logits
+                logits: torch.Tensor = policy.model(
+                    input_ids=torch.arange(3, device=device)[None], use_cache=False
+                ).logits
             return logits
 
         check_targets(model, trial)
