@@ -39,9 +39,10 @@ PLAIN = "grouped_mm"
 """The name of transformers' own, its default."""
 LIKE_ROWS = 32
 """In bfloat16, the number of rows of an expert is a multiple of this; see ``head.LIKE_SHAPES``."""
-FEW = {torch.float32: 128, torch.bfloat16: 16}
-"""In sampling, the native kernel multiplies the tokens of an expert up to this mean number. Products in bfloat16 are
-those of the processor's units for it, which the kernel does not use."""
+FEW = {torch.float32: 128, torch.bfloat16: 64}
+"""In sampling, the native kernel multiplies the tokens of an expert up to this mean number."""
+FEW_WIDENED = 16
+"""The same in bfloat16 where the kernel does not use the processor's units for it, and the library's products may."""
 PRODUCTS_OF_ONE_THREAD = 1 << 19
 """Up to this many multiplications, one thread is faster than several."""
 PROBE = 1e3
@@ -142,7 +143,7 @@ def experts(module: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> 
         return found
     # Adapters are parametrizations of the module while it runs: prepared weights lack them.
     prepared = None if torch.is_grad_enabled() or is_parametrized(module) else _PREPARED.get()
-    if prepared is not None and prepared.module is module and index_TK.numel() <= FEW[dtype] * module.num_experts:
+    if prepared is not None and prepared.module is module and index_TK.numel() <= prepared.most * module.num_experts:
         return prepared(x_TH, index_TK, weights_TK)
     matrices = [module.gate_up_proj, module.down_proj]
     biases = [module.gate_up_proj_bias, module.down_proj_bias] if module.has_bias else [None, None]
@@ -178,6 +179,9 @@ class PreparedExperts:
         self.module, self._dtype = module, dtype
         self._library, self._call = load(), structure("few")(**activation.arguments)
         self._library.cohort_few_tokens.restype = None
+        widened = dtype == torch.bfloat16 and not self._library.cohort_has_pairs()
+        self.most = FEW_WIDENED if widened else FEW[dtype]
+        """Up to this mean number of tokens of an expert it is faster than the products of an update."""
         numbers = self._library.cohort_few_room
         numbers.argtypes, numbers.restype = [c_int64] * 4, c_int64
 
