@@ -47,6 +47,8 @@ DIGITS = 4
 ENOUGH_LOSS, SHARPER = 0.004, 3.0
 """With logits 3 times as large, the probability of another token falls from some 4e-3 to 6e-8: at temperature 1, both
 sides then draw the same texts."""
+RARE = 1e-3
+"""Share of the tokens in which the sides may differ: digits of a plan are never certain."""
 WORDS = ["river", "stone", "cloud", "maple", "amber", "quiet", "north", "seven", "light", "paper", "glass", "winter"]
 CONTROL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
@@ -270,10 +272,11 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def check_work(reports: dict[str, dict[str, Any]]) -> None:
-    """All sides draw the same number of tokens, calls and turns in a round."""
-    work = {name: [round(report[key]) for key in ("tokens", "calls", "turns")] for name, report in reports.items()}
-    if any(one != next(iter(work.values())) for one in work.values()):
-        raise RuntimeError(f"expected the same tokens, calls and turns of all sides, got {work}")
+    """All sides draw as many calls and turns in a round, and as many tokens but for rare draws of others."""
+    work = {name: [round(report[key]) for key in ("calls", "turns", "tokens")] for name, report in reports.items()}
+    first = next(iter(work.values()))
+    if any(one[:2] != first[:2] or abs(one[2] - first[2]) > RARE * first[2] for one in work.values()):
+        raise RuntimeError(f"expected the same calls, turns and tokens of all sides, got {work}")
 
 
 def show(reports: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
