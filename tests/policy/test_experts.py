@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,28 @@ def test_few_tokens_have_the_same_numbers_whatever_their_company(module: Any, gi
     assert prepared(x, index + EXPERTS, weights).isnan().all()
 
 
+def test_prepared_weights_are_those_of_one_thread(module: Any, given: Any) -> None:
+    """Samplers in other threads have others, of other dtypes, and other passes of the module have none."""
+    prepared, of_others = prepare(module, torch.float32), []
+
+    def other() -> None:
+        with torch.no_grad():
+            of_others.append(experts(module, *given))
+        with used(prepare(module, torch.bfloat16)):
+            pass
+
+    with used(prepared), torch.no_grad():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        found = experts(module, *given)
+        with used(None):
+            expected = experts(module, *given)
+    assert of_others[0].equal(expected)
+    assert found.equal(prepared(*given))
+    assert not found.equal(expected)  # in another order
+
+
 @pytest.mark.parametrize("inner", [28, 27])  # an odd width has no pairs of numbers
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_few_tokens_in_bfloat16(family: str, inner: int, given: Any) -> None:
@@ -177,6 +200,8 @@ def test_activations_are_found_by_trying(module: Any) -> None:
     assert found(lambda both: functional.gelu(both[:, :16], approximate="tanh") * both[:, 16:]) == Activation(gelu=True)
     assert found(lambda both: functional.gelu(both[:, :16]) * both[:, 16:]) is None
     assert found(lambda both: both) is None
+    assert found(lambda both: functional.silu(both[:, :16]) * both[:, 16:]) == Activation()
+    assert found(lambda both: functional.silu(both[:, :16]).clamp(max=100.0) * both[:, 16:]) is None
 
 
 def test_gelu(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,6 @@ class Capabilities:
 
     shared_weights: bool = False
     """It samples with the trainer's own parameters: ``update_weights`` moves no data."""
-    keyed_draws: bool = False
-    """Each draw is a function of the request's ``RNGKey``, prompt, sample and position, and of nothing else."""
     support: bool = False
     """It records the tokens that each draw could have given: ``Completion.support``."""
     full_logps: bool = False
@@ -191,8 +189,9 @@ class Engine(Sampler, Protocol):
 
     A trajectory is submitted, decoded, and handed back by ``stream`` when its turn ends. One whose request
     ``continues`` is then parked: it waits, with what was computed for it, until ``extend`` gives it tokens to go on
-    after or ``release`` ends it. The same requests under the same weights give the same tokens, whatever else is
-    decoded at the same time (up to the rounding of matrix products of another shape).
+    after or ``release`` ends it. Each draw is a function of the request's ``RNGKey``, prompt, sample and position
+    alone: the same requests under the same weights give the same tokens, whatever else is decoded at the same time (up
+    to the rounding of matrix products of another shape).
 
     Classes that inherit from this protocol get ``generate`` and, if they have ``_advance``, ``stream``.
     """

@@ -17,7 +17,7 @@ from cohort.policy import Policy, context_length, placeholder_ids
 from cohort.policy.device import out_of_memory, release_memory
 from cohort.rollout.backend import Backend
 from cohort.rollout.budget import plan
-from cohort.rollout.checks import check_finished, check_requests, describe_end_tokens, describe_policy
+from cohort.rollout.checks import check_finished, check_requests, describe_policy
 from cohort.rollout.choose import choose_backend
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, Watch
 from cohort.rollout.runner import BackendRunner
@@ -49,7 +49,6 @@ class LocalEngine(Engine):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         shared_weights=True,
-        keyed_draws=True,
         support=True,
         full_logps=True,
         repetition_penalty=True,
@@ -170,10 +169,6 @@ class LocalEngine(Engine):
         theirs = {weight.data_ptr() for weight in self.trained.model.parameters()}
         copied = [weight for weight in self.policy.model.parameters() if weight.data_ptr() not in theirs]
         return f", from a copy of the weights ({sum(weight.nbytes for weight in copied) / 2**20:,.1f} MiB)"
-
-    def describe_ends(self) -> str:
-        """The tokens that end a completion, in a line."""
-        return describe_end_tokens(self.tokenizer, self.end_token_ids)
 
     def grammar(self, sampling: Sampling) -> Any:
         """The compiled grammar of sampling settings, None without one. Raises ``ConfigError`` if it does not compile or

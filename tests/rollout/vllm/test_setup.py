@@ -47,7 +47,7 @@ def test_training_on_a_server_measures_the_gap_after_every_update(tmp_path, stan
     assert [step["vllm/probe_gap_max"] < 1e-4 for step in steps] == [True, True]  # float32
     assert [step["vllm/servers"] for step in steps] == [1, 1]
     one.engine.update_weights(one.policy.version)
-    assert one.engine.probe(one.engine.fleet.live)["vllm/probe_gap_max"] < 1e-4
+    assert one.engine.probe(one.engine.fleet.live[0])["vllm/probe_gap_max"] < 1e-4
     one.engine.close()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -20,12 +20,12 @@ from typing import Any, ClassVar, NamedTuple
 from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World, on_main
 from cohort.policy import Policy, context_length, named_weights, placeholder_ids
-from cohort.rollout.checks import check_finished, check_requests, describe_end_tokens, describe_policy
+from cohort.rollout.checks import check_finished, check_requests, describe_policy
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, TokenEvent, Watch
 from cohort.rollout.stops import StopStrings
 from cohort.rollout.trajectory import Trajectory
 from cohort.rollout.vllm.fleet import Fleet
-from cohort.rollout.vllm.server import Probe, Server, ServerError, WeightTransport
+from cohort.rollout.vllm.server import Server, ServerError, WeightTransport
 from cohort.rollout.vllm.wire import GENERATE, DrawnTurn, WrongWeightsError, generate_request, read_answer
 from cohort.types import FinishReason
 
@@ -59,7 +59,8 @@ class VLLMEngine(Engine):
         context: maximum number of tokens of prompt and completion together at the servers. None: the model's.
         max_batch_size: requests under way at each server at the same time.
         request_timeout: seconds after which a server that has not answered a request is left out.
-        probe: compares the servers with the policy after each update; None: nothing does.
+        probe: compares a server with the policy after each update of its weights, and returns metrics. It raises
+            ``PolicyMismatchError`` if they differ. None: nothing is compared.
         sleeps: whether ``sleep`` frees the servers' memory. Their weights are lost with it.
         world: the ranks. Each sends its own requests; rank 0 sends the weights.
 
@@ -72,7 +73,7 @@ class VLLMEngine(Engine):
     server refuses a request.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(keyed_draws=True, continuation=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(continuation=True)
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class VLLMEngine(Engine):
         context: int | None = None,
         max_batch_size: int = 256,
         request_timeout: float = 600.0,
-        probe: Probe | None = None,
+        probe: Callable[[Server], Mapping[str, float]] | None = None,
         sleeps: bool = False,
         world: World | None = None,
     ) -> None:
@@ -202,10 +203,6 @@ class VLLMEngine(Engine):
         return (
             f"{describe_policy(self.policy)}\nsampler: vLLM at {servers}; at most {limit} completions at a time on each"
         )
-
-    def describe_ends(self) -> str:
-        """The tokens that end a completion, in a line."""
-        return describe_end_tokens(self.tokenizer, self.end_token_ids)
 
     def _send(self, trajectory: Trajectory) -> None:
         self._under_way[trajectory.number] = trajectory
@@ -341,7 +338,7 @@ class VLLMEngine(Engine):
     def _probed(self, server: Server) -> Mapping[str, float]:
         """The probe's metrics of a server; none without a probe, and of one that fails in it, which is left out."""
         try:
-            return self.probe([server]) if self.probe else {}
+            return self.probe(server) if self.probe else {}
         except ServerError as error:
             self.fleet.fail(server, str(error), outdated=True)
             return {}
