@@ -9,7 +9,9 @@ settings (``--demo-batches``: completions of a backward pass; ``--continuous``),
 are copies of another one, or have no advantage, grows as the model learns.
 
 The sides sample at temperature 1 with their own random numbers, so their work agrees on average only. An error is
-raised if calls, turns or drawn tokens, over all rounds, differ by more than ``TOLERANCE``.
+raised if well-formed calls, turns or drawn tokens, over all rounds, differ by more than ``TOLERANCE``. Garbled calls
+are not compared: Cohort counts them and answers with an error, after which another turn is drawn; TRL takes them for
+text and ends the trajectory, which is less work.
 """
 
 from __future__ import annotations
@@ -23,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from common import Side, Turns, quiet, temporary_run, trl_config, trl_trainer
-from episodes_trl import COUNTS, Reports, cohort_steps, in_turns_of, show, trl_steps
+from episodes_trl import Reports, cohort_steps, in_turns_of, show, trl_steps
 
-TOLERANCE = 0.1
-"""Over the trajectories of 8 steps, 3 standard errors of calls are 7% at the demo's start (0.28 +- 0.45 per trajectory,
-two sides), of turns and tokens less. The rest is one difference between the sides: Cohort answers a garbled call, some
-12% of them at the start, and TRL takes it for the end."""
+TOLERANCE = {"well formed": 0.15, "turns": 0.1, "tokens": 0.1}
+"""At the start, a trajectory makes 0.28 +- 0.45 calls: 3 standard errors of the difference between two sides are 15%
+over 8 rounds of 256 trajectories. They are 3% of turns; the rest is room for what answers to garbled calls add."""
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|assistant|>",
@@ -162,7 +163,6 @@ def compare(options: argparse.Namespace) -> None:
         if options.continuous:
             sides["trl, continuous batching"] = side(trl_side, options.demo_batches[0], True)
         reports = in_turns_of(sides, options.repeats)
-    check_work(reports)
     start = f"step {options.after} of the demo's run" if options.after else "the shipped model"
     show(reports, f"`cohort demo tool`, from {start} on")
     ours = reports["cohort"]
@@ -170,13 +170,17 @@ def compare(options: argparse.Namespace) -> None:
     print("; ".join(f"{name}: {statistics.mean(one[key] for one in ours):.0%}" for key, name in shares.items()))
     rewards = {name: statistics.mean(one["reward"] for one in own) for name, own in reports.items()}
     print("mean reward: " + ", ".join(f"{name} {value:.3f}" for name, value in rewards.items()), flush=True)
+    check_work(reports)
 
 
 def check_work(reports: Reports) -> None:
-    """On average, all sides draw as many tokens, calls and turns."""
-    for key in COUNTS:
+    """On average, all sides draw as many tokens, well-formed calls and turns."""
+    for key, tolerance in TOLERANCE.items():
         means = {name: statistics.mean(one[key] for one in own) for name, own in reports.items()}
         off = {name: mean / means["cohort"] - 1 for name, mean in means.items()}
-        print(f"{key} a step: " + ", ".join(f"{name} {means[name]:,.1f} ({off[name]:+.1%})" for name in means))
-        if max(map(abs, off.values())) > TOLERANCE:
-            raise RuntimeError(f"expected as many {key} of all sides within {TOLERANCE:.0%}, got {means}")
+        print(
+            f"{'well-formed calls' if key == 'well formed' else key} a step: "
+            + ", ".join(f"{name} {means[name]:,.1f} ({off[name]:+.1%})" for name in means)
+        )
+        if max(map(abs, off.values())) > tolerance:
+            raise RuntimeError(f"expected as many {key} of all sides within {tolerance:.0%}, got {means}")

@@ -215,6 +215,7 @@ def cohort_steps(turns: Turns, trainer: Any) -> None:
             "calls": metrics["episodes/calls"] * completions,
             "turns": metrics["episodes/turns"] * completions,
             "tokens": round(metrics["length/mean"] * completions),
+            "well formed": metrics["episodes/calls"] * completions * (1 - (metrics["episodes/failed_call_share"] or 0)),
             "reward": metrics["reward/mean"],
             "distinct": metrics["completions/distinct_share"],
             "no advantage": metrics["tokens/no_advantage_share"],
@@ -244,7 +245,7 @@ def trl_steps(turns: Turns, trainer: Any, setting: str) -> None:
     def counted(*arguments: Any, **named: Any) -> Any:
         result = loop(*arguments, **named)
         mask, completions, _, _, calls, *_ = result
-        counts["calls"] = calls
+        counts["calls"] = counts["well formed"] = calls
         counts["turns"] = sum(message["role"] == "assistant" for one in completions for message in one)
         counts["tokens"] = sum(map(sum, mask))
         return result
