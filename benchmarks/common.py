@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -191,20 +192,20 @@ class Witness:
     def __init__(self, model: Any) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer_steps = 0
-        self._sums = self._now()
+        self._checksums = self._now()
         register_optimizer_step_post_hook(self._count)
 
     def _count(self, *_: object) -> None:
         self._optimizer_steps += 1
 
     def _now(self) -> list[int]:
-        """Sums of the weights' bits. A sum of the numbers would stay the same where Adam's first step moves as many
-        weights of 1 up as down."""
-        return [int(p.detach().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64)) for p in self._parameters]
+        """Checksums of the weights' bits. Sums would stay the same where a step moves as many weights of 1 up as down,
+        and sums of bits where it does so in a tensor of few numbers."""
+        return [zlib.crc32(p.detach().contiguous().view(INTEGERS[p.element_size()]).numpy()) for p in self._parameters]
 
     def look(self) -> dict[str, Any]:
-        before, self._sums = self._sums, self._now()
-        changed = sum(a != b for a, b in zip(before, self._sums, strict=True))
+        before, self._checksums = self._checksums, self._now()
+        changed = sum(a != b for a, b in zip(before, self._checksums, strict=True))
         return {"changed": changed / len(before), "optimizer_steps": self._optimizer_steps}
 
 

@@ -44,13 +44,13 @@ from episodes import chat_tokenizer
 
 PROMPTS, FIRST = 8, 10
 COUNTS = ("calls", "turns", "tokens")
-UNCERTAIN = 1e-3
-"""Share of tokens, calls and turns by which the sides may differ."""
 DIGITS = 4
 """Of a plan."""
 ENOUGH_LOSS, SHARPER = 0.004, 3.0
 """With logits 3 times as large, the probability of another token falls from some 4e-3 to 6e-8: at temperature 1, both
 sides then draw the same texts."""
+RARE = 1e-3
+"""Share of the tokens in which the sides may differ: digits of a plan are never certain."""
 WORDS = ["river", "stone", "cloud", "maple", "amber", "quiet", "north", "seven", "light", "paper", "glass", "winter"]
 CONTROL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
@@ -302,13 +302,11 @@ def in_turns_of(sides: dict[str, Side], repeats: int, check: Callable[[Reports],
 
 
 def check_work(reports: Reports) -> None:
-    """All sides draw the same number of tokens, calls and turns in a round, up to a few tokens of which the policy is
-    not certain: the sides of one round drew 7,104 and 7,103."""
+    """All sides draw as many calls and turns in a round, and as many tokens but for rare draws of others."""
     work = {name: [round(own[-1][key]) for key in COUNTS] for name, own in reports.items()}
-    if any(
-        abs(one / ours - 1) > UNCERTAIN for own in work.values() for one, ours in zip(own, work["cohort"], strict=True)
-    ):
-        raise RuntimeError(f"expected the same tokens, calls and turns of all sides, got {work}")
+    first = next(iter(work.values()))
+    if any(one[:2] != first[:2] or abs(one[2] - first[2]) > RARE * first[2] for one in work.values()):
+        raise RuntimeError(f"expected the same calls, turns and tokens of all sides, got {work}")
 
 
 def show(reports: Reports, what: str) -> None:

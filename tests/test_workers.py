@@ -236,6 +236,7 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_worker(tmp_path, ends):
             "    try:\n"
             "        if open(f'{folder}/cmdline').read().endswith(f'{orphans._watched[os.getpid()][0]}\\0'):\n"
             "            os.kill(int(folder[6:]), 9)\n"
+            "            os.waitpid(int(folder[6:]), 0)  # until then its end of the pipe is open\n"
             "    except OSError: pass\n"
             f"v = Workers(1)\nv.submit(_holding, {{'path': {path!r}}}).result()\nos.kill(os.getpid(), 9)"
         )

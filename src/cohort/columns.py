@@ -1,8 +1,7 @@
 """The format of ``rollouts/step-N.parquet``, for its writer and its reader; see ``docs/store.md``."""
 
 STORE_VERSION = 1
-"""Version of the columns, in each file's metadata. A reader refuses later ones. Files of version 0 have no metadata and
-fewer columns."""
+"""Version of the columns, in each file's metadata. A reader refuses later ones."""
 VERSION_KEY, FACTS_KEY = "cohort_store_version", "cohort_step"
 """Keys of the metadata: the version, and what holds for the whole step, as JSON."""
 ALL_DIFFERENT = (

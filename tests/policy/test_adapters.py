@@ -201,7 +201,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, base, lora):
 
 
 def test_adapters_on_four_bits_train_as_on_the_values_that_these_stand_for():
-    """QLoRA: log-probs and the adapters' gradients are those of a model that holds the dequantized matrices."""
+    """QLoRA: log-probs and the adapters' gradients are those of a model that holds the dequantized matrices, also after
+    passes without gradients, and on a processor for which bitsandbytes packs its weights then."""
     from bitsandbytes.functional import dequantize_4bit
 
     config = {"path": "cohort:demo", "device": "cpu", "precision": "float32", "native_kernels": False}
@@ -215,9 +216,11 @@ def test_adapters_on_four_bits_train_as_on_the_values_that_these_stand_for():
     for name in quantized:
         weight = layers[0][name].weight
         layers[1][name].weight.data = dequantize_4bit(weight.data, weight.quant_state)
+        layers[0][name].support_avx512bf16_for_cpu = True
     found = []
     for policy in policies:
-        values = trained(policy).logps(PROMPTS, COMPLETIONS, 1.0).logps_N
+        logps(trained(policy))
+        values = policy.logps(PROMPTS, COMPLETIONS, 1.0).logps_N
         values.sum().backward()
         grads = {name: one.grad for name, one in policy.model.named_parameters() if one.requires_grad}
         found.append((values.detach(), grads))

@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import pyarrow
 import torch
 
 from cohort.config import GRPOConfig
 from cohort.replay.stored import read_step
-from cohort.runs.tables import write_table
+from cohort.runs.tables import with_facts, write_table
 from cohort.train import Rollout, assign_advantages, lay_out, split_minibatches, update
 from cohort.train.progress import Updates
 from cohort.train.store import step_table
@@ -50,8 +49,21 @@ def stored_step(
     return read_step(folder, 1, CONFIG)
 
 
+FACTS = {
+    "groups": 1,
+    "minibatches": 1,
+    "max_completion_length": 8,
+    "microbatch_tokens": 10_000,
+    "shared_prompts": True,
+    "objective": {"kl": {"beta": 0.0}},
+    "updates": [{"skipped": False, "learning_rate": 1e-3}],
+    "reward_weights": {},
+}
+"""What the file of a step says about the whole step."""
+
+
 def made_up_step(folder, columns, step=1):
-    """A step of an earlier version of Cohort, from its columns."""
+    """A step from some of its columns, without what its updates saw of each token."""
     count = len(columns["reward"])
     lengths = [len(ids) for ids in columns["token_ids"]]
     defaults = {
@@ -64,5 +76,5 @@ def made_up_step(folder, columns, step=1):
         "sampler_logps": [[-1.0] * length for length in lengths],
         "advantage": [1.0] * count,
     }
-    write_table(pyarrow.table(defaults | columns), folder / "rollouts" / f"step-{step}.parquet")
+    write_table(with_facts(defaults | columns, FACTS), folder / "rollouts" / f"step-{step}.parquet")
     return read_step(folder, step, CONFIG)

@@ -13,7 +13,7 @@ from cohort.replay import command
 from cohort.replay.command import Request, replay, result_name
 from cohort.runs.tables import write_table
 from tests.conftest import tiny_llama
-from tests.replay.steps import made_up_step
+from tests.replay.steps import FACTS, made_up_step
 from tests.replay.test_coefficients import TWO
 from tests.train.harness import ROWS, make_trainer
 
@@ -32,7 +32,7 @@ def trained(tmp_path_factory, demo_tokenizer):
 
 @pytest.fixture
 def made_up(tmp_path):
-    """A run folder with one step of two completions, of an earlier version of Cohort."""
+    """A run folder with one step of two completions, without what its updates saw of each token."""
     made_up_step(tmp_path, TWO)
     (tmp_path / "config.toml").write_text(to_toml(GRPOConfig(max_completion_length=8)))
     return tmp_path
@@ -141,11 +141,10 @@ def test_what_an_objective_does_to_rewards_is_said(made_up):
     ]
 
 
-def test_an_earlier_store_is_estimated(made_up):
+def test_log_probs_that_are_not_stored_are_estimated(made_up):
     found = replay(made_up, Request("", objective="dr_grpo"))
     assert found["gradient"]["cosine"] == pytest.approx(1)
     assert found["stored_gap"] is None
-    assert "an earlier version of Cohort wrote this step" in found["notes"][0]
     assert "those of the sampler" in found["notes"][-1]
 
 
@@ -260,7 +259,7 @@ def test_json_is_printed_even_if_the_disk_is_full(made_up, monkeypatch, capsys):
 def test_training_needs_all_groups(made_up):
     path = made_up / "rollouts" / "step-1.parquet"
     table = pyarrow.parquet.read_table(path)
-    write_table(table.replace_schema_metadata({"cohort_step": '{"groups": 3, "groups_stored": 1}'}), path)
+    write_table(table.replace_schema_metadata({"cohort_step": json.dumps(FACTS | {"groups": 3})}), path)
     assert "1 of 3 groups are stored" in replay(made_up, Request(""))["notes"][0]
     with pytest.raises(RunFolderError, match="the updates need all of them"):
         replay(made_up, Request("", train=True, output="x"))

@@ -10,7 +10,7 @@ from cohort.rewards.scores import Scores
 from cohort.runs.tables import completion_columns, score_columns, with_facts, write_table
 from cohort.train import lay_out
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
-from tests.replay.steps import CONFIG
+from tests.replay.steps import CONFIG, FACTS
 from tests.train.updates import CPU
 
 EOS = FinishReason.EOS
@@ -40,7 +40,7 @@ def several_turns():
 def test_episodes_and_supports_come_back(tmp_path):
     groups, scores = several_turns()
     columns = completion_columns(groups) | score_columns(scores) | {"advantage": [1.0, -1.0, None]}
-    table = with_facts(columns, {"reward_weights": {"a": 1.0, "b": 2.0}})
+    table = with_facts(columns, FACTS | {"groups": 2, "reward_weights": {"a": 1.0, "b": 2.0}})
     write_table(table, tmp_path / "rollouts" / "step-1.parquet")
     stored = read_step(tmp_path, 1, CONFIG)
     assert stored.is_used_S.tolist() == [True, True, False]
@@ -60,6 +60,6 @@ def test_lists_of_other_lengths_are_refused(tmp_path):
     groups, scores = several_turns()
     columns = completion_columns(groups) | score_columns(scores) | {"advantage": [1.0, -1.0, None]}
     columns["turn_lengths"] = [[2, 2], [2, 1], []]
-    write_table(with_facts(columns, {}), tmp_path / "rollouts" / "step-1.parquet")
+    write_table(with_facts(columns, FACTS), tmp_path / "rollouts" / "step-1.parquet")
     with pytest.raises(RunFolderError, match="the turns of a completion have other lengths than its tokens"):
         read_step(tmp_path, 1, CONFIG)

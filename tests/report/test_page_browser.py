@@ -71,7 +71,8 @@ def page(browser: Any, report: Path) -> Iterator[Any]:
         for one in asked
         if one["method"] == "Network.requestWillBeSent"
     }
-    assert {url for url in urls if not url.startswith(("data:", "chrome:"))} <= {report.as_uri()}
+    own = "chrome:", "chrome-untrusted:"  # of the new tab that the browser begins with
+    assert {url for url in urls if not url.startswith(("data:", *own))} <= {report.as_uri()}
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def written(folder, facts=None, name="step-3.parquet", **changes):
 
 def test_columns_rows_and_facts(tmp_path):
     step = StoredStep.read(written(tmp_path, {"step": 4, "groups": 2}))
-    assert (step.step, step.version, step.num_rows, len(step)) == (4, 1, 3, 3)
+    assert (step.step, step.num_rows, len(step)) == (4, 3, 3)
     assert "unknown" not in step.names
     assert step.values("no_gradient") == COLUMNS["no_gradient"]
     logps = step.arrays("logps")
@@ -50,10 +50,10 @@ def test_columns_rows_and_facts(tmp_path):
     assert len(StoredStep.read(step.path, rows=[]).values("group")) == 0
 
 
-def test_a_file_of_an_earlier_version_has_fewer_columns(tmp_path):
+def test_a_file_without_facts_and_with_fewer_columns(tmp_path):
     path = written(tmp_path, logps=None, no_gradient=None, drawn=None, segment_lengths=None, sampler_logps=None)
     step = StoredStep.read(path)
-    assert (step.version, step.step, dict(step.facts)) == (0, 3, {})
+    assert (step.step, dict(step.facts)) == (3, {})
     assert "logps" not in step
     assert step.values("logps") == step.arrays("logps") == [None] * 3
 

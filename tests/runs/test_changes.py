@@ -64,7 +64,7 @@ def test_other_settings_may_change(changes):
 def test_an_unset_number_of_minibatches_is_the_presets():
     given, unset = GRPOConfig(preset="gspo", minibatches=4), GRPOConfig(preset="gspo")
     assert setting_changes(given, unset) == setting_changes(GRPOConfig(minibatches=1), GRPOConfig()) == []
-    (change,) = setting_changes(GRPOConfig(preset="gspo@1", minibatches=1), unset)  # a run of an earlier version
+    (change,) = setting_changes(GRPOConfig(preset="gspo@1", minibatches=1), unset)
     words = "preset gspo is gspo@2 now; the run has gspo@1 (minibatches 1, now 4)"
     assert (str(change), change.refused) == (f"objective.preset: {words}", True)
     with pytest.raises(RunFolderError, match="what the run has: --objective.preset gspo@1\nTo go on all the same: --a"):
@@ -116,11 +116,6 @@ def test_facts(key, value, words, refused):
     assert words in change.words
     first, _ = describe_changes([change])
     assert ("rounding may differ" in first) is not refused
-
-
-def test_facts_of_earlier_versions():
-    earlier = {"prompts": "ab", "reward functions": "math", "tools and environments": "Count"}
-    assert [str(one) for one in fact_changes(earlier, FACTS)] == ["tools: the run has Count, now none"]
 
 
 def test_another_optimizer_is_never_allowed(tmp_path):

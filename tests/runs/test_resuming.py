@@ -118,7 +118,7 @@ def test_resume_starts_a_run_without_a_checkpoint_again(whole, project):
     assert Path("out/notes.md").read_text() == "mine"
 
 
-@pytest.mark.parametrize("left", ["summary.json", "merged", "best", "step-2.broken", "step-2.pickled"])
+@pytest.mark.parametrize("left", ["summary.json", "merged", "best", "step-2.broken"])
 def test_a_run_whose_checkpoints_were_removed_is_not_started_again(project, capsys, left):
     """To save disk, say: what it has beside them is not to be lost."""
     shutil.rmtree("out/checkpoints")
@@ -271,9 +271,6 @@ def test_settings_alone_are_no_run(project, capsys):
     assert Path("mine/config.toml").read_text() == Path("c.toml").read_text()
     # One that was killed when it had written its settings has left its lock.
     Path("mine/run.lock").write_text("{}")
-    RunFolder("mine").check_is_run()
-    # One of an earlier version.
-    Path("mine/run.lock").rename("mine/metrics.jsonl")
     RunFolder("mine").check_is_run()
 
 

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
 from cohort.cli import main
 from cohort.config import GRPOConfig, load_config, to_toml
@@ -135,23 +134,6 @@ def test_a_model_to_compare_with_has_not_the_rights_of_the_run(tmp_path, monkeyp
     monkeypatch.chdir(mine)
     assert run_of(Path("org/other")) is None  # a hub id is not a folder in the run
     assert run_of(Path("best")) == Path()
-
-
-def test_cohort_convert_runs_nothing_of_a_strangers_run(tmp_path, capsys):
-    run = stranger(tmp_path / "run", **REMOTE)
-    checkpoint = run / "checkpoints" / "step-2"
-    (checkpoint / "state").mkdir(parents=True)
-    torch.save({"step": 2}, checkpoint / "state" / "loop.pt")
-    (checkpoint / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    (checkpoint / "model.safetensors").touch()
-    (checkpoint / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "evil.M"}}')
-    assert main(["convert", str(run), "--unpickle"]) == 2
-    assert f"model.trust_remote_code: {run}\nNothing was run" in capsys.readouterr().err
-    assert not (tmp_path / "ran").exists()
-    (checkpoint.parent / "step-2.converted.part").symlink_to(tmp_path)
-    assert main(["convert", str(run), "--unpickle", "--trust", str(run)]) == 2
-    assert "is a symbolic link" in capsys.readouterr().err
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

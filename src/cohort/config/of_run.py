@@ -8,7 +8,7 @@ from cohort.lock import LOCK
 
 MARKS = ("starts.jsonl", "metrics.jsonl", "summary.json", "objective.txt", "first_prompt.txt", "checkpoints", LOCK)
 """What shows that a run was started in a folder. A process that was killed while it wrote its settings has left the
-lock; runs of earlier versions have no ``starts.jsonl``."""
+lock."""
 
 
 def was_started(folder: Path) -> bool:

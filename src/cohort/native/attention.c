@@ -4,7 +4,9 @@
  *     out_t = sum_j p_tj v_j        p_tj = exp(q_t . k_j scaling - lse_t)        lse_t = log sum_j exp(q_t . k_j scaling)
  *
  * An item of work is one key-value head of neighbouring sequences of one prefix: the prefix's keys are copied once for
- * them, and its gradients add up in one slot. QUERIES of them are processed together.
+ * them, and its gradients add up in one slot. QUERIES of them are processed together. Tables of keys and values hold
+ * `capacity` tokens; where a sequence has more with its prefix, they are filled block by block, and the outputs of blocks
+ * are joined by their lse.
  *
  * Axis letters: T tokens, X prefix tokens, A query heads, G key-value heads, D head dimension, stored as `padded`.
  */
@@ -18,30 +20,32 @@ typedef struct {
     float *lse;                                  /* [T, A] */
     const void *grad_out;                        /* NULL: forward */
     void *grad_q, *grad_k, *grad_v;
-    float *grad_prefix_k, *grad_prefix_v; /* [slots, X, G, D] */
+    float *grad_prefix_k, *grad_prefix_v; /* [slots, X, G, D], added to */
     const int64_t *sequences;             /* [S, 4]: first token, tokens, first token and tokens of its prefix */
     const int64_t *items;                 /* [items, 3]: first sequence, sequence after the last, slot */
     const int64_t *drawn_before;          /* [T + 1]: tokens before each that need an output; NULL: all need one */
     float *scratch;                       /* [threads, scratch_size] */
-    int64_t item_count, kv_heads, group, width, padded, longest, prefix_tokens, window, half, prefix_half, scratch_size,
-        threads;
+    int64_t item_count, kv_heads, group, width, padded, capacity, prefix_tokens, window, half, prefix_half,
+        scratch_size, threads;
     float scaling;
 } packed;
 
-/* A thread's scratch memory. Keys and values are stored by token, [longest, padded], and in the blocks of `score`. */
+/* A thread's scratch memory. Keys and values are stored by token, [capacity, padded], and in the blocks of `score`. */
 typedef struct {
     shape of;
     float *keys, *values, *key_blocks, *value_blocks, *grad_keys, *grad_values; /* the last three: backward only */
     float *q, *out, *grad, *weights, *slopes;
-    int64_t stride; /* of weights and slopes, [QUERIES, stride] */
+    int64_t stride;     /* of weights and slopes, [QUERIES, stride] */
+    int64_t first, end; /* the table holds these tokens of a prefix and a sequence after it */
+    int joins;          /* whether there are other blocks */
 } table;
 
 /* Nothing is initialised. Numbers beyond a head's width or a sequence's tokens stay arbitrary: they are multiplied but
  * never read. */
 static table laid_out(const packed *p, int thread) {
-    const int64_t stride = up(p->longest) * LANES, size = stride * p->padded, tile = QUERIES * p->padded;
+    const int64_t stride = up(p->capacity) * LANES, size = stride * p->padded, tile = QUERIES * p->padded;
     float *at = p->scratch + thread * p->scratch_size;
-    table t = {.of = {p->width, p->padded}, .stride = stride};
+    table t = {.of = {p->width, p->padded}, .stride = stride, .end = INT64_MAX};
     float **parts[] = {&t.keys, &t.values, &t.key_blocks, &t.value_blocks, &t.grad_keys, &t.grad_values};
     for (int i = 0; i < (p->grad_out ? 6 : 3); i++) *parts[i] = at, at += size;
     t.q = at, t.out = t.q + tile, t.grad = t.out + tile, t.weights = t.grad + tile;
@@ -49,8 +53,8 @@ static table laid_out(const packed *p, int thread) {
     return t;
 }
 
-int64_t cohort_attention_scratch(int64_t longest, int64_t padded, int64_t backward) {
-    const int64_t stride = up(longest) * LANES;
+int64_t cohort_attention_scratch(int64_t capacity, int64_t padded, int64_t backward) {
+    const int64_t stride = up(capacity) * LANES;
     return (backward ? 6 : 3) * stride * padded + 3 * QUERIES * padded + 2 * QUERIES * stride;
 }
 
@@ -74,10 +78,10 @@ typedef struct {
     int64_t first, end;
 } view;
 
-static view seen(const packed *p, const int64_t *sequence, int64_t j) {
+static view seen(const packed *p, const table *t, const int64_t *sequence, int64_t j) {
     if (j >= sequence[1] * p->group) return (view){0, 0};
-    const int64_t end = sequence[3] + j / p->group + 1;
-    return (view){p->window ? later(0, end - p->window) : 0, end};
+    const int64_t end = sequence[3] + j / p->group + 1, first = p->window ? later(0, end - p->window) : 0;
+    return (view){later(0, sooner(first, t->end) - t->first), later(0, sooner(end, t->end) - t->first)};
 }
 
 /* The index of query `j` of a sequence in [T, A]. */
@@ -173,36 +177,56 @@ INLINE vec scale_scores(float *row, int64_t from, int64_t to, view v, float scal
     return top;
 }
 
+/* Add a block's part of a query's output, whose weights have the sum `total` beside `top`, to that of the blocks before. */
+static void join(const packed *p, int64_t at, float top, float total, float *out) {
+    const float *before = (const float *)p->out + at * p->width;
+    float keep = 1, add = 0;
+    if (total != 0) { /* it is 0 for queries that see nothing of the block */
+        const float old = p->lse[at], new = top + logf(total), most = fmaxf(old, new);
+        p->lse[at] = most + logf(expf(old - most) + expf(new - most));
+        keep = expf(old - p->lse[at]), add = expf(new - p->lse[at]) / total;
+    }
+    for (int64_t d = 0; d < p->width; d++) out[d] = keep * before[d] + add * out[d];
+}
+
 static void forward_tile(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
     const int64_t last = sooner(j + QUERIES, sequence[1] * p->group) - 1;
-    const int64_t first = seen(p, sequence, j).first, end = seen(p, sequence, last).end, start = first / LANES * LANES;
+    const int64_t first = seen(p, t, sequence, j).first, end = seen(p, t, sequence, last).end, start = first / LANES * LANES;
     load_tile(p, p->q, sequence, head, j, t->q);
     memset(t->out, 0, (size_t)(QUERIES * p->padded) * sizeof *t->out);
     score_queries(t, t->q, t->key_blocks, first, end, t->weights);
-    float sums[QUERIES];
+    float tops[QUERIES], sums[QUERIES];
     for (int64_t i = 0; i < QUERIES; i++) {
-        const view v = seen(p, sequence, j + i);
+        const view v = seen(p, t, sequence, j + i);
         const blocks inside = whole(v, start);
         float *row = t->weights + i * t->stride;
-        if (i > last - j) { /* padding, whose sums nobody reads */
+        if (v.end <= v.first) { /* padding, or nothing of this block */
+            sums[i] = 0;
             memset(row + start, 0, (size_t)(up(end) * LANES - start) * sizeof *row);
             continue;
         }
         vec top_v = scale_scores(row, start, inside.begin, v, p->scaling, all(-INFINITY), 1), total = {0};
         top_v = scale_scores(row, inside.begin, inside.end, v, p->scaling, top_v, 0);
         top_v = scale_scores(row, inside.end, end, v, p->scaling, top_v, 1);
-        const float top = highest(top_v);
+        const float top = tops[i] = highest(top_v);
         for (int64_t k = start; k < end; k += LANES) {
             const vec e = exponential(load(row, k, 0) - top);
             store(row, k, e, 0);
             total += e;
         }
         sums[i] = sum(total);
-        p->lse[index_of(p, sequence, head, j + i)] = top + logf(sums[i]);
     }
     mix_queries(t, t->weights, t->values, first, end, t->out);
-    for (int64_t i = 0; i <= last - j; i++)
-        for (int64_t d = 0; d < p->width; d++) t->out[i * p->padded + d] /= sums[i];
+    for (int64_t i = 0; i <= last - j; i++) {
+        const int64_t at = index_of(p, sequence, head, j + i);
+        float *out = t->out + i * p->padded;
+        if (t->joins) {
+            join(p, at, tops[i], sums[i], out);
+            continue;
+        }
+        p->lse[at] = tops[i] + logf(sums[i]);
+        for (int64_t d = 0; d < p->width; d++) out[d] /= sums[i];
+    }
     put_tile(p, t->out, sequence, head, j, p->out);
 }
 
@@ -253,14 +277,14 @@ INLINE void weigh(float *weights, float *slopes, int64_t from, int64_t to, view 
 
 static void backward_tile(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
     const int64_t last = sooner(j + QUERIES, sequence[1] * p->group) - 1;
-    const int64_t first = seen(p, sequence, j).first, end = seen(p, sequence, last).end, start = first / LANES * LANES;
+    const int64_t first = seen(p, t, sequence, j).first, end = seen(p, t, sequence, last).end, start = first / LANES * LANES;
     load_tile(p, p->q, sequence, head, j, t->q);
     load_tile(p, p->out, sequence, head, j, t->out);
     load_tile(p, p->grad_out, sequence, head, j, t->grad);
     score_queries(t, t->q, t->key_blocks, first, end, t->weights);
     score_queries(t, t->grad, t->value_blocks, first, end, t->slopes);
     for (int64_t i = 0; i < QUERIES; i++) {
-        const view v = seen(p, sequence, j + i);
+        const view v = seen(p, t, sequence, j + i);
         const blocks inside = whole(v, start);
         const float lse = j + i <= last ? p->lse[index_of(p, sequence, head, j + i)] : 0;
         float *weights = t->weights + i * t->stride, *slopes = t->slopes + i * t->stride;
@@ -272,17 +296,18 @@ static void backward_tile(const packed *p, table *t, const int64_t *sequence, in
         weigh(weights, slopes, inside.begin, inside.end, v, p->scaling, lse, delta, 0);
         weigh(weights, slopes, inside.end, end, v, p->scaling, lse, delta, 1);
     }
-    memset(t->out, 0, (size_t)(QUERIES * p->padded) * sizeof *t->out);
+    if (t->joins) load_tile(p, p->grad_q, sequence, head, j, t->out);
+    else memset(t->out, 0, (size_t)(QUERIES * p->padded) * sizeof *t->out);
     mix_queries(t, t->slopes, t->keys, first, end, t->out);
     put_tile(p, t->out, sequence, head, j, p->grad_q);
     fold(t->weights, t->stride, t->grad, p->padded, first, end, t->grad_values);
     fold(t->slopes, t->stride, t->q, p->padded, first, end, t->grad_keys);
 }
 
-/* Store a sequence's gradients; the table is free for the next sequence. */
-static void put_own(const packed *p, table *t, const int64_t *sequence, int64_t head) {
-    for (int64_t i = 0; i < sequence[1]; i++) {
-        const int64_t to = ((sequence[0] + i) * p->kv_heads + head) * p->width, from = (sequence[3] + i) * p->padded;
+/* Store the gradients of `count` tokens from `first` on, which are the table's from `position` on; they are free then. */
+static void put_own(const packed *p, table *t, int64_t first, int64_t count, int64_t head, int64_t position) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t to = ((first + i) * p->kv_heads + head) * p->width, from = (position + i) * p->padded;
         for (int64_t d = 0; d < p->width; d++) {
             store1(p->grad_k, to + d, t->grad_keys[from + d], (int)p->half);
             store1(p->grad_v, to + d, t->grad_values[from + d], (int)p->half);
@@ -291,38 +316,83 @@ static void put_own(const packed *p, table *t, const int64_t *sequence, int64_t 
     }
 }
 
-static void put_prefix(const packed *p, const table *t, const int64_t *sequence, int64_t head, int64_t slot) {
-    for (int64_t i = 0; i < sequence[3]; i++) {
-        const int64_t to = ((slot * p->prefix_tokens + sequence[2] + i) * p->kv_heads + head) * p->width;
-        memcpy(p->grad_prefix_k + to, t->grad_keys + i * p->padded, (size_t)p->width * sizeof(float));
-        memcpy(p->grad_prefix_v + to, t->grad_values + i * p->padded, (size_t)p->width * sizeof(float));
+/* Add the gradients of the table's first `count` tokens to those of a prefix from its token `first` on; they are free
+ * then. */
+static void put_prefix(const packed *p, table *t, int64_t first, int64_t count, int64_t head, int64_t slot) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t to = ((slot * p->prefix_tokens + first + i) * p->kv_heads + head) * p->width, from = i * p->padded;
+        for (int64_t d = 0; d < p->width; d++) {
+            p->grad_prefix_k[to + d] += t->grad_keys[from + d], p->grad_prefix_v[to + d] += t->grad_values[from + d];
+            t->grad_keys[from + d] = t->grad_values[from + d] = 0;
+        }
     }
+}
+
+/* Attend to what the table holds. */
+static void attend_sequence(const packed *p, table *t, const int64_t *sequence, int64_t head) {
+    const int64_t queries = sequence[1] * p->group;
+    for (int64_t j = 0; j < queries; j += QUERIES) {
+        const int64_t last = sooner(j + QUERIES, queries) - 1;
+        if (!needed(p, sequence, j) || seen(p, t, sequence, last).end <= seen(p, t, sequence, j).first) continue;
+        if (p->grad_out) backward_tile(p, t, sequence, head, j);
+        else forward_tile(p, t, sequence, head, j);
+    }
+}
+
+/* What blocks are joined with first. */
+static void clear(const packed *p, const int64_t *sequence, int64_t head) {
+    for (int64_t j = 0; j < sequence[1] * p->group; j++) {
+        const int64_t at = index_of(p, sequence, head, j);
+        float *to = (float *)(p->grad_out ? p->grad_q : p->out) + at * p->width;
+        memset(to, 0, (size_t)p->width * sizeof *to);
+        if (!p->grad_out) p->lse[at] = -INFINITY;
+    }
+}
+
+/* Sequences of one prefix which do not fit a table together with it. */
+static void attend_blocks(const packed *p, table *t, const int64_t *first, const int64_t *end, int64_t head,
+                          int64_t slot) {
+    const int64_t seen_from = p->window ? later(0, first[3] + 1 - p->window) : 0;
+    t->joins = 1;
+    for (const int64_t *s = first; s < end; s += 4) clear(p, s, head);
+    for (int64_t at = seen_from; at < first[3]; at += p->capacity) {
+        const int64_t count = sooner(p->capacity, first[3] - at);
+        t->first = at, t->end = at + count;
+        lay(p, t, p->prefix_k, p->prefix_v, first[2] + at, count, head, 0, (int)p->prefix_half);
+        for (const int64_t *s = first; s < end; s += 4) attend_sequence(p, t, s, head);
+        if (p->grad_out) put_prefix(p, t, first[2] + at, count, head, slot);
+    }
+    for (const int64_t *s = first; s < end; s += 4)
+        for (int64_t at = 0; at < s[1]; at += p->capacity) {
+            const int64_t count = sooner(p->capacity, s[1] - at);
+            t->first = s[3] + at, t->end = t->first + count;
+            lay(p, t, p->k, p->v, s[0] + at, count, head, 0, (int)p->half);
+            attend_sequence(p, t, s, head);
+            if (p->grad_out) put_own(p, t, s[0] + at, count, head, 0);
+        }
 }
 
 static void attend_packed(void *what, int64_t number, int thread) {
     const packed *p = what;
     /* Items of one head are neighbours: heads need equal time. */
     const int64_t *item = p->items + number % p->item_count * 3, head = number / p->item_count;
-    const int64_t *first = p->sequences + item[0] * 4;
+    const int64_t *first = p->sequences + item[0] * 4, *end = p->sequences + item[1] * 4;
     table t = laid_out(p, thread);
     int64_t longest = 0;
-    for (int64_t s = item[0]; s < item[1]; s++) longest = later(longest, first[3] + p->sequences[s * 4 + 1]);
-    if (p->grad_out) {
-        memset(t.grad_keys, 0, (size_t)(longest * p->padded) * sizeof *t.grad_keys);
-        memset(t.grad_values, 0, (size_t)(longest * p->padded) * sizeof *t.grad_values);
+    for (const int64_t *s = first; s < end; s += 4) longest = later(longest, s[3] + s[1]);
+    const size_t size = (size_t)(sooner(longest, p->capacity) * p->padded) * sizeof *t.grad_keys;
+    if (p->grad_out) memset(t.grad_keys, 0, size), memset(t.grad_values, 0, size);
+    if (longest > p->capacity) {
+        attend_blocks(p, &t, first, end, head, item[2]);
+        return;
     }
     lay(p, &t, p->prefix_k, p->prefix_v, first[2], first[3], head, 0, (int)p->prefix_half);
-    for (int64_t s = item[0]; s < item[1]; s++) {
-        const int64_t *sequence = p->sequences + s * 4;
-        lay(p, &t, p->k, p->v, sequence[0], sequence[1], head, sequence[3], (int)p->half);
-        for (int64_t j = 0; j < sequence[1] * p->group; j += QUERIES) {
-            if (!needed(p, sequence, j)) continue;
-            if (p->grad_out) backward_tile(p, &t, sequence, head, j);
-            else forward_tile(p, &t, sequence, head, j);
-        }
-        if (p->grad_out) put_own(p, &t, sequence, head);
+    for (const int64_t *s = first; s < end; s += 4) {
+        lay(p, &t, p->k, p->v, s[0], s[1], head, s[3], (int)p->half);
+        attend_sequence(p, &t, s, head);
+        if (p->grad_out) put_own(p, &t, s[0], s[1], head, s[3]);
     }
-    if (p->grad_out) put_prefix(p, &t, first, head, item[2]);
+    if (p->grad_out) put_prefix(p, &t, first[2], first[3], head, item[2]);
 }
 
 void cohort_packed_attention(packed *p) { run(attend_packed, p, p->item_count * p->kv_heads, (int)p->threads); }

@@ -5,3 +5,4 @@
 #include "update.c"
 #include "recurrent.c"
 #include "experts.c"
+#include "few_tokens.c"

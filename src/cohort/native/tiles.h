@@ -7,7 +7,8 @@
 #pragma once
 #include "vectors.h"
 
-#define TILE 8 /* maximum number of queries for which keys are read once */
+#define TILE 8    /* maximum number of queries for which keys are read once */
+#define NEAR 256 /* tokens that stay in the nearest caches while further queries read them; a multiple of 4 LANES */
 
 typedef struct {
     int64_t width, padded; /* head dimension, and the next multiple of LANES, as which it is stored */
@@ -37,7 +38,7 @@ INLINE int64_t score_tile(const int n, const int deep, const float *q, const voi
 }
 
 /* Computes enough sums at a time to keep the multipliers busy. */
-INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end, float *scores,
+INLINE void score_near(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end, float *scores,
                   int64_t stride, const int half) {
     int64_t rest;
     for (; n >= 8; n -= 8, q += 8 * s->padded, scores += 8 * stride)
@@ -54,6 +55,13 @@ INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, i
         rest = score_tile(1, 4, q, keys, s, block, end, scores, stride, half);
         score_tile(1, 1, q, keys, s, rest, end, scores, stride, half);
     }
+}
+
+/* q k^T of `n` queries for the blocks of keys from `block` to `end`. */
+INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end, float *scores,
+                  int64_t stride, const int half) {
+    for (; block < end; block += NEAR / LANES)
+        score_near(n, q, keys, s, block, sooner(block + NEAR / LANES, end), scores, stride, half);
 }
 
 /* out += weights values, for `n` queries, `wide` vectors of D at a time, over the tokens from `from` to `end`. */
@@ -76,7 +84,7 @@ INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t 
 }
 
 /* Computes enough vectors at a time to keep the multipliers busy. */
-INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *values, const shape *s, int64_t from,
+INLINE void mix_near(int64_t n, const float *weights, int64_t stride, const void *values, const shape *s, int64_t from,
                 int64_t end, float *out, const int half) {
     const int64_t vectors = s->padded / LANES;
     for (; n >= 4; n -= 4, weights += 4 * stride, out += 4 * s->padded)
@@ -89,4 +97,11 @@ INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *val
         if (vectors % 4 == 0) mix_tile(1, 4, weights, stride, values, s, from, end, out, half);
         else if (vectors % 2 == 0) mix_tile(1, 2, weights, stride, values, s, from, end, out, half);
         else mix_tile(1, 1, weights, stride, values, s, from, end, out, half);
+}
+
+/* out += weights values, for `n` queries and the tokens from `from` to `end`. */
+INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *values, const shape *s, int64_t from,
+                int64_t end, float *out, const int half) {
+    for (; from < end; from += NEAR)
+        mix_near(n, weights, stride, values, s, from, sooner(from + NEAR, end), out, half);
 }

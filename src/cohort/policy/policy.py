@@ -30,6 +30,7 @@ from cohort.policy.deferred import DeferredModel
 from cohort.policy.device import keep_freed_memory
 from cohort.policy.finite import check_finite_weights
 from cohort.policy.float32_head import use_float32_head
+from cohort.policy.four_bits import use_exact_products
 from cohort.policy.head import CompletionStates, TokenLogps
 from cohort.policy.load import load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes, base_of
@@ -207,6 +208,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
             model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights
         )
         model = model if quantized else model.to(device)
+    use_exact_products(model)
     if config.float32_head and precision.compute not in (torch.float32, torch.float64):
         use_float32_head(model)
     if config.gradient_checkpointing:

@@ -144,11 +144,8 @@ def laid_out(stored: Stored, objective: Objective, settings: Settings) -> Laid:
 
 def _no_reference(stored: Stored, objective: Objective, missing: int, total: int) -> str:
     """The message for tokens without log-probs of the reference."""
-    if not stored.facts.known:
-        cause = "an earlier version of Cohort wrote it"
-    elif stored.facts.beta == 0:
-        cause = "the run's beta was 0"
-    else:
+    cause = "the run's beta was 0"
+    if stored.facts.beta:
         cause = "the run's updates did not need them (the group was left out, or the KL is over the whole vocabulary)"
     return (
         f"the KL needs log-probs of the reference (beta {objective.beta:g}), and {stored.path.name} has none for "

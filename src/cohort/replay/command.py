@@ -25,10 +25,10 @@ from cohort.replay import compare, repeat, weights
 from cohort.replay.coefficients import Settings, coefficients_of, laid_out
 from cohort.replay.compare import Pair
 from cohort.replay.show import sentence, show
-from cohort.replay.stored import Known, Stored, read_step, stored_steps
+from cohort.replay.stored import Known, Stored, read_step
 from cohort.replay.weights import Before
-from cohort.runs.durable import write_atomically
-from cohort.runs.lines import as_json
+from cohort.report.history import stored_rollouts
+from cohort.runs.lines import as_json, write_atomically
 from cohort.runs.reading import steps_of
 from cohort.runs.trust import check_code, check_files
 
@@ -96,7 +96,7 @@ def replay(folder: Path, request: Request) -> dict[str, Any]:
         )
     own = of_step(config.resolved_objective, stored)
     other = _asked_for(request, own, config)
-    return _Replay(folder, config, stored, own, other, settings_of(stored, config, own), request).result()
+    return _Replay(folder, config, stored, own, other, settings_of(stored, own), request).result()
 
 
 def _settings_of(folder: Path, request: Request) -> GRPOConfig:
@@ -121,12 +121,12 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
     return config
 
 
-def settings_of(stored: Stored, config: GRPOConfig, objective: Objective) -> Settings:
-    """The settings with which the updates of a step worked: what its file says or, if it does not, the run's."""
+def settings_of(stored: Stored, objective: Objective) -> Settings:
+    """The settings with which the updates of a step worked."""
     facts = stored.facts
     return Settings(
-        minibatches=facts.minibatches or config.objective.resolved_minibatches,
-        max_completion_length=facts.max_completion_length or config.rollout.max_completion_length,
+        minibatches=facts.minibatches,
+        max_completion_length=facts.max_completion_length,
         has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
         top_entropy=objective.top_entropy,
         microbatch_tokens=facts.microbatch_tokens,
@@ -135,16 +135,14 @@ def settings_of(stored: Stored, config: GRPOConfig, objective: Objective) -> Set
 
 
 def _last_step(folder: Path) -> int:
-    steps = stored_steps(folder / "rollouts")
-    if not steps:
-        raise RunFolderError(f"{folder} has no rollouts: set report.log_completions = true for the next run")
-    return steps[-1]
+    if steps := stored_rollouts(folder):
+        return max(steps)
+    raise RunFolderError(f"{folder} has no rollouts: set report.log_completions = true for the next run")
 
 
 def of_step(objective: Objective, stored: Stored) -> Objective:
     """The run's objective with the step's weight of the KL, which may follow a target."""
-    beta = stored.facts.beta
-    return objective if objective.kl.target is None or beta is None else objective.replace(beta=beta)
+    return objective if objective.kl.target is None else objective.replace(beta=stored.facts.beta)
 
 
 def _asked_for(request: Request, own: Objective, config: GRPOConfig) -> Objective:
@@ -247,8 +245,6 @@ class _Replay:
 
     def _notes_of_store(self) -> list[str]:
         stored, notes = self.stored, []
-        if not stored.facts.known:
-            notes.append("an earlier version of Cohort wrote this step, without what its updates saw of each token")
         if missing := stored.groups_missing:
             notes.append(
                 f"{len(stored.groups)} of {len(stored.groups) + missing} groups are stored (report.store_groups): "
@@ -309,8 +305,6 @@ class _Replay:
         if before is None:
             return self.stored.filled(from_sampler(self.stored))
         found = weights.measured(before, self.stored, self.settings)
-        if self.config.objective.updates_per_rollout > 1:  # an earlier store has no old log-probs
-            self.settings = replace(self.settings, has_old_logps=True)
         gap = weights.gap(self.stored, found)
         if gap is not None and gap > LARGE_GAP:
             notes.append(

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-MOST = 2**31 - 1
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What holds for the whole step (``docs/store.md``). None: the file does not say it."""
+class _Table(BaseModel):
+    """A JSON object. Keys that a replay does not use are left out."""
 
-    known: bool
-    """Whether the file says anything; those of earlier versions do not."""
-    groups: int
-    """Groups that were sampled; 0: unknown."""
-    minibatches: int | None
-    max_completion_length: int | None
-    microbatch_tokens: int
-    """0: unknown."""
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+
+class _KL(_Table):
+    beta: float = Field(ge=0)
+
+
+class _Objective(_Table):
+    kl: _KL
+
+
+class _Update(_Table):
+    skipped: bool
+    learning_rate: float | None = Field(None, ge=0)
+
+
+class Facts(_Table):
+    """What holds for the whole step (``docs/store.md``)."""
+
+    groups: int = Field(ge=0, lt=2**31)
+    """Groups that were sampled."""
+    minibatches: Count
+    max_completion_length: Count
+    microbatch_tokens: Count
     shared_prompts: bool
-    beta: float | None
-    """Weight of the KL in this step."""
-    learning_rates: list[float | None] | None
-    """Of each update; None in the place of one that was skipped."""
+    objective: _Objective
+    updates: list[_Update]
     reward_weights: dict[str, float]
 
     @classmethod
@@ -34,51 +47,21 @@ class Facts:
         """Check the facts of a file.
 
         Raises:
-            ValueError: one has another type than documented, or is out of bounds.
+            ValueError: one is missing, has another type than documented, or is out of bounds.
         """
-        shared, updates = facts.get("shared_prompts", True), facts.get("updates")
-        if type(shared) is not bool:
-            raise ValueError(f"shared_prompts is {shared!r:.80}; expected true or false")
-        if not isinstance(updates, list | None):
-            raise ValueError(f"updates is {updates!r:.80}; expected a list")
-        beta = _object(_object(facts, "objective"), "kl").get("beta")
-        weights = _object(facts, "reward_weights")
-        return cls(
-            known=bool(facts),
-            groups=_whole(facts, "groups", least=0) or 0,
-            minibatches=_whole(facts, "minibatches"),
-            max_completion_length=_whole(facts, "max_completion_length"),
-            microbatch_tokens=_whole(facts, "microbatch_tokens") or 0,
-            shared_prompts=shared,
-            beta=None if beta is None else _finite("beta", beta, least=0.0),
-            learning_rates=None if updates is None else [_learning_rate(one) for one in updates],
-            reward_weights={name: _finite(f"the weight of {name}", value) for name, value in weights.items()},
-        )
+        try:
+            return cls.model_validate(facts)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, got = ".".join(map(str, first["loc"])), repr(first["input"])
+            raise ValueError(f"{name} of the step: {first['msg']}, got {got:.80}") from None
 
+    @property
+    def beta(self) -> float:
+        """Weight of the KL in this step."""
+        return self.objective.kl.beta
 
-def _object(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = facts.get(name)
-    if not isinstance(value, dict | None):
-        raise ValueError(f"{name} is {value!r:.80}; expected an object")
-    return value or {}
-
-
-def _whole(facts: Mapping[str, Any], name: str, least: int = 1) -> int | None:
-    value = facts.get(name)
-    if value is not None and not (type(value) is int and least <= value <= MOST):
-        raise ValueError(f"{name} is {value!r:.80}; expected a whole number from {least} to {MOST}")
-    return value
-
-
-def _finite(name: str, value: Any, least: float = -math.inf) -> float:
-    if type(value) not in (int, float) or not (math.isfinite(value) and value >= least):
-        raise ValueError(f"{name} is {value!r:.80}; expected a finite number{' from 0' if least == 0 else ''}")
-    return float(value)
-
-
-def _learning_rate(update: Any) -> float | None:
-    if not isinstance(update, dict) or type(update.get("skipped")) is not bool:
-        raise ValueError(
-            f"an update is {update!r:.80}; expected an object with learning_rate, and skipped as a boolean"
-        )
-    return None if update["skipped"] else _finite("learning_rate", update.get("learning_rate"), least=0.0)
+    @property
+    def learning_rates(self) -> list[float | None]:
+        """Of each update; None in the place of one that was skipped."""
+        return [None if update.skipped else update.learning_rate for update in self.updates]

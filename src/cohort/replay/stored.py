@@ -22,6 +22,7 @@ from torch import Tensor
 from cohort.config import GRPOConfig
 from cohort.errors import RunFolderError
 from cohort.replay.facts import Facts
+from cohort.report.history import stored_rollouts
 from cohort.report.rollouts import StoredStep
 from cohort.rewards.scores import Scores
 from cohort.runs.reading import damage_named
@@ -31,7 +32,7 @@ PLAIN = ("group", "row", "prompt", "completion", "finish_reason", "weights_versi
 LISTS = ("prompt_ids", "token_ids", "sampler_logps", "drawn", "segment_lengths", "turn_lengths", "full_logps")
 SUPPORT = tuple(f"support/{name}" for name in ("token_ids", "counts", "excluded"))
 NEEDED = ("group", "completion", "finish_reason", "token_ids", "sampler_logps", "reward", "advantage")
-"""Columns that every version of Cohort has written."""
+"""Columns that every file has."""
 KNOWN = ("logps", "old_logps", "ref_logps", "entropy", "collision")
 
 
@@ -114,7 +115,7 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
     """
     path = run / "rollouts" / f"step-{step}.parquet"
     if not path.is_file():
-        raise RunFolderError(f"{run} has no rollouts/step-{step}.parquet: {_what_there_is(path.parent)}")
+        raise RunFolderError(f"{run} has no rollouts/step-{step}.parquet: {_what_there_is(run)}")
     file = StoredStep.read(path)
     with damage_named(path):
         if missing := [name for name in NEEDED if name not in file]:
@@ -124,13 +125,8 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
         return _stored(step, file, config)
 
 
-def stored_steps(folder: Path) -> list[int]:
-    """The steps that ``rollouts/`` has files of, in order."""
-    return sorted(int(name) for path in folder.glob("step-*.parquet") if (name := path.stem[5:]).isdecimal())
-
-
-def _what_there_is(folder: Path) -> str:
-    steps = stored_steps(folder)
+def _what_there_is(run: Path) -> str:
+    steps = list(stored_rollouts(run))
     if not steps:
         return (
             "no step is stored; set report.log_completions = true for the next run, and see report.store_steps and "
@@ -142,7 +138,7 @@ def _what_there_is(folder: Path) -> str:
 
 def _stored(step: int, file: StoredStep, config: GRPOConfig) -> Stored:
     facts = Facts.of(file.facts)
-    groups, scores = _groups(file), _scores(file, facts, config)
+    groups, scores = _groups(file), _scores(file, facts)
     lengths_S = np.array([one.num_tokens for group in groups for one in group.completions], np.int64)
 
     def tokens(name: str) -> Tensor | None:
@@ -246,17 +242,14 @@ def _episode(row: Mapping[str, Any]) -> Episode | None:
     return Episode(tuple(Turn(count, reason, (), reward=reward) for count, reward in pairs))
 
 
-def _scores(file: StoredStep, facts: Facts, config: GRPOConfig) -> Scores:
+def _scores(file: StoredStep, facts: Facts) -> Scores:
     names = tuple(name.removeprefix("rewards/") for name in file.names if name.startswith("rewards/"))
     rewards_S, *columns = (_numbers(file, name) for name in ("reward", *(f"rewards/{name}" for name in names)))
-    weights = config.reward.weights
-    if facts.reward_weights:
-        weights = tuple(facts.reward_weights[name] for name in names)
     return Scores(
         rewards_S=rewards_S,
         by_function_SK=torch.stack(columns, dim=1) if columns else rewards_S[:, None],
         names=names or ("reward",),
-        weights=tuple(weights) if weights and len(weights) == len(names) else None,
+        weights=tuple(facts.reward_weights[name] for name in names) or None,
     )
 
 

@@ -50,7 +50,7 @@ class NoWeightsError(RunFolderError):
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The models of a run as before the updates of a step."""
+    """The run's models as they were before the updates of a step."""
 
     context: StepContext
     """With the objective of the run."""
@@ -248,11 +248,9 @@ def learning_rates(stored: Stored) -> list[float]:
     """The learning rate of each update of the step.
 
     Raises:
-        RunFolderError: the file does not say it, or an update was skipped because a value was not finite.
+        RunFolderError: an update was skipped because a value was not finite.
     """
     rates = stored.facts.learning_rates
-    if rates is None:
-        raise RunFolderError(f"{stored.path} does not say the learning rates of the updates")
     known = [rate for rate in rates if rate is not None]
     if len(known) < len(rates):
         raise RunFolderError(f"an update of step {stored.step} was skipped, because a value was not finite")

@@ -1,4 +1,4 @@
-"""Whether the runs of two groups measured a metric in the same way: only then is a difference one of the policies."""
+"""Whether the runs of two groups measured a metric in the same way: otherwise a difference says nothing of policies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _stored_prompts(pair: Pair, key: str, name: str) -> list[set[Any]]:
 
 
 def _settings(run: RunHistory) -> dict[str, Any]:
-    """The settings by name, with the defaults of those that a run of an earlier version lacks."""
+    """The settings by name, with the defaults of those that are missing."""
     return {**default_settings(), **run.flat_settings()}
 
 

@@ -81,8 +81,6 @@ class StoredStep:
     """Completions of a step: some columns and rows of its file."""
 
     path: Path
-    version: int
-    """Of the store; 0: the file is older than versions, and has fewer columns."""
     num_rows: int
     """Completions in the file."""
     names: tuple[str, ...]
@@ -92,7 +90,7 @@ class StoredStep:
     table: pyarrow.Table
     """The columns that were asked for and that the file has."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What holds for the whole step; empty in a file of version 0."""
+    """What holds for the whole step; empty for a table of an evaluation."""
 
     @classmethod
     def read(
@@ -114,7 +112,7 @@ class StoredStep:
             if not path.is_file():
                 raise OSError("it is not a file" if path.exists() else "it is missing")
             with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-                version, facts = _metadata(file.schema_arrow.metadata or {})
+                facts = _facts(file.schema_arrow.metadata or {})
                 names = _checked_names(file.schema_arrow)
                 chosen = [name for name in names if columns is None or name in columns]
                 count = file.metadata.num_rows
@@ -127,7 +125,7 @@ class StoredStep:
             if chosen and table.num_rows != len(numbers):
                 raise ValueError(f"it says that it has {count:,} rows, and {table.num_rows:,} can be read")
             _check_values(table, names)
-            return cls(path, version, count, tuple(names), numbers, table, facts)
+            return cls(path, count, tuple(names), numbers, table, facts)
 
     def __len__(self) -> int:
         """The number of rows that were read."""
@@ -173,15 +171,15 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise RunFolderError(f"cannot read {path}: {text:.300}") from None
 
 
-def _metadata(metadata: Mapping[bytes, bytes]) -> tuple[int, dict[str, Any]]:
-    """The version of the store, and the facts of the step."""
+def _facts(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """The facts of the step, of a file whose version of the store is known."""
     version = int(metadata.get(VERSION_KEY.encode(), b"0"))
     if version > STORE_VERSION:
         raise ValueError(f"its version is {version}, of a newer Cohort; this one reads up to {STORE_VERSION}")
     facts = json.loads(metadata.get(FACTS_KEY.encode(), b"{}"))
     if not isinstance(facts, dict):
         raise ValueError(f"expected the facts of the step as a JSON object, got {type(facts).__name__}")
-    return version, facts
+    return facts
 
 
 def _checked_names(schema: pyarrow.Schema) -> list[str]:

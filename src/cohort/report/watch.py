@@ -59,14 +59,7 @@ class Watched:
             self.state = RunState(self.folder)
         if replaced or lines:
             self.state.progress.starts, self.state.progress.steps = read_starts(self.folder)
-            self.state.progress.steps = self.state.progress.steps or self._max_steps()
         return lines, [text for metrics in lines for text in self.state.add(metrics)]
-
-    def _max_steps(self) -> int | None:
-        """``run.max_steps``, for a run of an earlier version."""
-        table = self.state.settings.get("run")
-        steps = table.get("max_steps") if isinstance(table, dict) else None
-        return steps if type(steps) is int and steps > 0 else None
 
     @property
     def end(self) -> str:
@@ -209,8 +202,7 @@ def _quitting_on_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        before = {number: signal.getsignal(number) for number in numbers}
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         before = {number: one for number, one in before.items() if one in (signal.SIG_DFL, signal.default_int_handler)}
     for number in before:
         signal.signal(number, quit_once)

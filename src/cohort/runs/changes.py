@@ -1,4 +1,4 @@
-"""What differs between a run and the process that resumes it, and which of it would change results.
+"""The differences between a run and the process that resumes it, and which of them change results.
 
 Settings are compared with ``config.toml``, everything else with the facts that a checkpoint stores: hashes of data,
 code and model, versions, and the machine. Names of files do not matter, since what they hold is compared.
@@ -42,7 +42,6 @@ REFUSED = {*HASHED, "rewards", "tools", "precision", "versions"}
 """Facts that change results."""
 ROUNDING = {"threads", "ranks", "machine"}
 """Facts that change results by rounding: the owner of a run does not always decide them."""
-EARLIER_NAMES = {"reward functions": "rewards", "tools and environments": "tools"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Change:
     refused: bool
     """Whether it changes results by more than rounding."""
     keep: str = ""
-    """The flag that leaves it as the run has it, where another is more than what the settings say."""
+    """The flag that keeps the run's value; empty if there is none to recommend."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.words}"
@@ -114,7 +113,7 @@ def setting_changes(
 
 
 def _raised_preset(saved: GRPOConfig, now: GRPOConfig, *, same: bool) -> Change | None:
-    """Another version of the run's preset, if it is that which changes the objective or the updates."""
+    """The change to another version of the run's preset, if that changes the objective or the updates."""
     before, after = saved.objective, now.objective
     updates = f"minibatches {before.resolved_minibatches}, now {after.resolved_minibatches}"
     updates = updates if before.resolved_minibatches != after.resolved_minibatches else ""
@@ -138,8 +137,7 @@ def _absolute(value: Any, setting: str, folder: str) -> Any:
 
 
 def fact_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
-    """The facts that differ. Facts that an earlier version of Cohort did not store are not compared."""
-    saved = {EARLIER_NAMES.get(key, key): value for key, value in saved.items()}
+    """The facts that differ, of those that both have."""
     found = []
     for key in (*REFUSED, *ROUNDING):
         before, after = saved.get(key), now.get(key)

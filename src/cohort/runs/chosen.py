@@ -138,7 +138,7 @@ def check_nothing_missing(model: str, instead: str) -> None:
         facts = saved_identity(RunFolder(run).checkpoint(steps[-1]))
     except RunFolderError as error:
         raise ConfigError(f"cannot see what {model} was trained with: {error}. To go on, {instead}") from None
-    if names := facts.get("tools") or facts.get("tools and environments"):
+    if names := facts.get("tools"):
         raise ConfigError(
             f"{model} was trained with tools or environments that were passed in Python ({names}): name them, as in "
             f"--environment.tools file.py:function or --environment.factory file.py:Class; or {instead}"

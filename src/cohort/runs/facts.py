@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from collections.abc import Iterable, Mapping
@@ -26,12 +27,17 @@ _SEPARATORS = str.maketrans({",": ";", "=": ":"})
 def versions(more: Iterable[str] = ()) -> str:
     """The versions of Cohort, Python and the packages that a run computes with."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in ("cohort-rl", *PACKAGES, *more):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return entries(found)
+    known = {name: _version(name) for name in ("cohort-rl", *PACKAGES, *more)}
+    return entries(found | {name: version for name, version in known.items() if version})
+
+
+@functools.cache
+def _version(package: str) -> str:
+    """The version of an installed package, which a process reads once; "" if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def machine(device: torch.device) -> str:

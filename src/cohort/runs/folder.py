@@ -38,9 +38,8 @@ from cohort.parallel import World, on_main
 from cohort.runs import durable
 from cohort.runs.anew import WRITTEN, clear
 from cohort.runs.changes import Change, check_keys, refuse, setting_changes
-from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of, saved_identity
-from cohort.runs.durable import write_atomically
-from cohort.runs.lines import append_line, as_json
+from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of
+from cohort.runs.lines import append_line, as_json, write_atomically
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.saving import replace, save_in_background, save_now
 from cohort.runs.starts import STARTS, Start, last_start
@@ -167,7 +166,7 @@ class RunFolder:
         self.check_is_run()
         check_keys(allowed)
         saved, began_in = load_config(self.path / "config.toml", of_run=True), last_start(self.path).folder
-        changes = setting_changes(saved, config, facts_known=self._facts_known(), began_in=began_in)
+        changes = setting_changes(saved, config, facts_known=bool(self.checkpoint_steps()), began_in=began_in)
         refuse(self.path, changes, allowed)
         return changes
 
@@ -188,14 +187,6 @@ class RunFolder:
                 hint = " It holds a model: to train it, set model.path to it, and run.output_dir to another folder."
             no_run = f"is not a run folder: it has no config.toml.{hint}"
             raise RunFolderError(only_settings(self.path) or f"{self.path} {no_run}")
-
-    def _facts_known(self) -> bool:
-        """Whether the run has stored the facts that stand for names in its settings."""
-        steps = self.checkpoint_steps()
-        try:
-            return bool(steps) and "code" in saved_identity(self.checkpoint(steps[-1]))
-        except RunFolderError:  # the checkpoint is broken, which is said when it is read
-            return True
 
     def _newest_whole(self) -> int:
         """The newest checkpoint that is as it was written. Logs a warning that names what is wrong with newer ones."""
@@ -263,6 +254,11 @@ class RunFolder:
     def has_summary(self) -> bool:
         """Whether the run has ended. A resumed run removes the summary when it begins."""
         return (self.path / "summary.json").is_file()
+
+    @property
+    def save_request(self) -> Path:
+        """A file that asks the run for a checkpoint. It also reaches a run on another machine."""
+        return self.path / "save.request"
 
     def read_summary(self) -> dict[str, Any]:
         """The contents of ``summary.json``."""

@@ -63,7 +63,7 @@ class Start:
         return {name: what for name, what in self.missing.items() if name not in held}
 
     def to_give_again(self) -> list[str]:
-        """A line in words that names what is missing; none if nothing is."""
+        """A line that names what is missing; empty if nothing is."""
         missing = ", ".join(f"{name} ({what})" for name, what in self.missing.items())
         return [f"without a name in the run folder, so to be given again to resume: {missing}"] if missing else []
 
@@ -81,7 +81,7 @@ class Start:
 
 
 def last_start(run: Path) -> Start:
-    """How the run's last process was started; of a run of an earlier version, the defaults."""
+    """How the run's last process was started; the defaults if no line can be read."""
     for line in reversed(_lines(run)):
         with suppress(TypeError, LookupError, AttributeError):
             missing = {str(name): str(what) for name, what in line["missing"].items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cohort.config import OptimConfig
 from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError
-from cohort.parallel import Layout, Replicate
+from cohort.parallel import Layout
 from cohort.policy.finite import check_finite_weights
 from cohort.runs.tensors import fill
 from cohort.train.guard import GO_ON
@@ -34,10 +34,8 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, num_updates: int, layout: Layout | None = None) -> None:
-        from transformers import get_scheduler
-
         self._model = model
-        self.names = {p: name for name, p in (layout or Replicate()).trained(model).items()}
+        self.names = {p: name for name, p in (layout or Layout()).trained(model).items()}
         """The names of the trained parameters, or of those that they are shards of."""
         self.parameters = list(self.names)
         if not self.parameters:
@@ -46,17 +44,7 @@ class Optimizer:
         self.rules = _rules(model, self.parameters, config)
         """One optimizer, or two where some parameters are not for the one that is named."""
         warmup = config.warmup_of(num_updates)
-        arguments = {"num_warmup_steps": warmup, "num_training_steps": num_updates}
-        try:
-            schedule = get_scheduler(
-                config.lr_scheduler_type,
-                self.rules[0],
-                **arguments,
-                scheduler_specific_kwargs=config.lr_scheduler_kwargs,
-            )
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"optim.lr_scheduler_kwargs: {error}") from None
-        factor = schedule.lr_lambdas[0]
+        factor = _schedule(config, self.rules[0], warmup, num_updates)
 
         # transformers' warm-up begins at a rate of exactly 0, which would spend the first rollout on nothing. Here
         # update k of w has k/w of the peak; after the warm-up the schedule is transformers' own.
@@ -221,6 +209,25 @@ def _placed(value: Any, parameter: nn.Parameter) -> Any:
     if value.shape != parameter.shape:
         return value.clone()
     return fill(torch.empty_like(parameter, dtype=value.dtype, requires_grad=False), value)
+
+
+def _schedule(config: OptimConfig, rule: torch.optim.Optimizer, warmup: int, num_updates: int) -> Any:
+    """What gives the factor of the peak learning rate at an update, as transformers has it.
+
+    Raises:
+        ConfigError: the schedule refuses its arguments.
+    """
+    if config.lr_scheduler_type == "constant":  # transformers' schedules take two seconds to import
+        return lambda _: 1.0
+    from transformers import get_scheduler
+
+    arguments = {"num_warmup_steps": warmup, "num_training_steps": num_updates}
+    more = config.lr_scheduler_kwargs
+    try:
+        schedule = get_scheduler(config.lr_scheduler_type, rule, **arguments, scheduler_specific_kwargs=more)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optim.lr_scheduler_kwargs: {error}") from None
+    return schedule.lr_lambdas[0]
 
 
 def _rules(model: nn.Module, parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[torch.optim.Optimizer]:

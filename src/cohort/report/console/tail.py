@@ -77,7 +77,7 @@ class Tail:
 
 def read_starts(folder: Path) -> tuple[list[int], int | None]:
     """The steps after which processes started or resumed a run, and the steps of the whole run by the last of them;
-    None: unknown, as in a run of an earlier version."""
+    None: unknown."""
     after, steps = [], None
     for start in read_lines(folder, "starts.jsonl"):
         if type(step := start.get("step")) is int:
