@@ -6,13 +6,16 @@ import functools
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import torch
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 """Packages that every run computes with."""
+version = functools.cache(metadata.version)
+"""The version of an installed package, which a process reads once."""
 
 
 def entries(values: Mapping[str, str]) -> str:
@@ -27,17 +30,12 @@ _SEPARATORS = str.maketrans({",": ";", "=": ":"})
 def versions(more: Iterable[str] = ()) -> str:
     """The versions of Cohort, Python and the packages that a run computes with."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    known = {name: _version(name) for name in ("cohort-rl", *PACKAGES, *more)}
-    return entries(found | {name: version for name, version in known.items() if version})
-
-
-@functools.cache
-def _version(package: str) -> str:
-    """The version of an installed package, which a process reads once; "" if there is none."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    for name in ("cohort-rl", *PACKAGES, *more):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return entries(found)
 
 
 def machine(device: torch.device) -> str:
