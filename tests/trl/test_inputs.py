@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from cohort.errors import CohortError, ConfigError, DataError, RewardError
 from cohort.trl import GRPOConfig, GRPOTrainer
@@ -39,11 +39,31 @@ def no_model(monkeypatch):
     monkeypatch.setattr("cohort.trainer.load_policy", load)
 
 
+class OwnAdapters:
+    peft_type = "LORA"
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (lambda a, t: (a, MODEL, zero, ROWS), "model: expected a folder, a hub id, or a loaded model, got GRPOConfig"),
         (lambda a, t: (zero, MODEL, a, ROWS), "model: expected a folder, a hub id, or a loaded model, got function"),
+        (
+            lambda a, t: (MODEL, a, zero, ROWS),
+            "reward_funcs: expected functions, .*, got GRPOConfig; the order is model",
+        ),
+        (lambda a, t: (MODEL, t, zero, a, ROWS), "reward_funcs: expected functions, .* got TokenizersBackend"),
+        (lambda a, t: (MODEL, zero, ROWS, a), "train_dataset: expected rows, got GRPOConfig"),
+        (lambda a, t: (MODEL, zero, a, t, ROWS), "train_dataset: expected rows, got TokenizersBackend"),
+        (lambda a, t: (MODEL, zero, a, ROWS, t), "eval_dataset: expected rows, .*, got TokenizersBackend"),
+        (lambda a, t: (MODEL, zero, a, ROWS, None, ROWS), "processing_class: expected a tokenizer, got list"),
+        (lambda a, t: (MODEL, zero, a, ROWS, None, t, OwnAdapters()), "reward_processing_classes: expected tokenizers"),
+        (lambda a, t: (MODEL, zero, a, ROWS, None, t, None, OwnAdapters()), "callbacks: expected a list of callbacks"),
+        (lambda a, t: (MODEL, zero, a, ROWS, None, t, None, None, [TrainerCallback()]), "optimizers: expected"),
+        (
+            lambda a, t: (MODEL, zero, a, ROWS, None, t, None, None, (None, None), OwnAdapters()),
+            "quantization_config: ",
+        ),
         (lambda a, t: (MODEL, zero, *[None] * 20), "too many positional arguments; it takes model, reward_funcs, args"),
         (lambda a, t: (), "missing a required argument: 'model'"),
     ],
@@ -65,6 +85,9 @@ def test_orders_that_trl_does_not_have(args, demo_tokenizer, given, words):
         ({"reward_funcs": Path("no/reward_model")}, CohortError, "no/reward_model"),
         ({"rollout_func": zero}, ConfigError, "rollout_func is not supported here"),
         ({"peft_config": {"r": 8}}, ConfigError, "peft_config: expected a peft.PeftConfig"),
+        ({"tools": zero}, ConfigError, "tools: expected a list of functions, got function"),
+        ({"optimizers": ("a", None)}, ConfigError, "optimizers: expected .*of torch"),
+        ({"environment_factory": 3}, ConfigError, "environment_factory: expected a class or function"),
         ({"train_dataset": None}, DataError, "no training data: pass train_dataset$"),
         ({"train_dataset": "data/train.jsonl"}, ConfigError, "train_dataset: expected rows, got the name 'data/train"),
         ({"eval_dataset": Path("test.jsonl")}, ConfigError, "eval_dataset: expected rows, got the name 'test.jsonl'"),

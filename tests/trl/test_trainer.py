@@ -417,10 +417,12 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_pat
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"processing_class": print}, "processing_class: expected a tokenizer, got builtin_function_or_method"),
         ({"callbacks": [EarlyStoppingCallback]}, "EarlyStoppingCallback needs eval_strategy and metric_for_best_model"),
         ({"rollout_func": print}, "rollout_func is not supported"),
         ({"callbacks": [object()]}, "expected objects or classes of transformers.TrainerCallback, got object"),
         ({"callbacks": Recorder()}, "callbacks: expected a list"),
+        ({"optimizers": Recorder()}, "optimizers: expected .*: pass arguments by name"),
         ({"optimizers": (None, SimpleNamespace(step=print))}, "a schedule needs its optimizer"),
         ({"reward_processing_classes": [None, None]}, "2 entries for 1 reward functions"),
         ({"peft_config": {"r": 4}}, "expected a peft.PeftConfig such as LoraConfig, got dict"),
@@ -439,7 +441,7 @@ def test_other_configurations_are_refused(demo_tokenizer):
     with pytest.raises(ConfigError, match="the data has the column 'images', and models read text only"):
         GRPOTrainer(tiny_llama(), with_state, GRPOConfig("unused", **SETTINGS), [{"prompt": "", "images": []}])
     with pytest.raises(
-        ConfigError, match="reward_funcs: expected functions, .* got GRPOConfig: pass arguments by name"
+        ConfigError, match="reward_funcs: expected functions, .* got GRPOConfig; .* pass arguments by name"
     ):
         GRPOTrainer(tiny_llama(), GRPOConfig("unused", **SETTINGS), train_dataset=ROWS)
 

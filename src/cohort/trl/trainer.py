@@ -370,8 +370,6 @@ def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any
         raise ConfigError(
             "rollout_func is not supported here: the sampler is Cohort's own; use environment_factory for episodes"
         )
-    if not isinstance(callbacks, list | tuple | None):
-        raise ConfigError(f"callbacks: expected a list of callbacks, got {type(callbacks).__name__}")
     for callback in callbacks or ():
         check_callback(callback, args)
     check_trackers(args.report_to)
