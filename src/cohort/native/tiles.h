@@ -7,7 +7,7 @@
 #pragma once
 #include "vectors.h"
 
-#define TILE 8    /* maximum number of queries for which keys are read once */
+#define TILE 8   /* maximum number of queries for which keys are read once */
 #define NEAR 256 /* tokens that stay in the nearest caches while further queries read them; a multiple of 4 LANES */
 
 typedef struct {
@@ -38,8 +38,8 @@ INLINE int64_t score_tile(const int n, const int deep, const float *q, const voi
 }
 
 /* Computes enough sums at a time to keep the multipliers busy. */
-INLINE void score_near(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end, float *scores,
-                  int64_t stride, const int half) {
+INLINE void score_near(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end,
+                       float *scores, int64_t stride, const int half) {
     int64_t rest;
     for (; n >= 8; n -= 8, q += 8 * s->padded, scores += 8 * stride)
         score_tile(8, 1, q, keys, s, block, end, scores, stride, half);
@@ -85,7 +85,7 @@ INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t 
 
 /* Computes enough vectors at a time to keep the multipliers busy. */
 INLINE void mix_near(int64_t n, const float *weights, int64_t stride, const void *values, const shape *s, int64_t from,
-                int64_t end, float *out, const int half) {
+                     int64_t end, float *out, const int half) {
     const int64_t vectors = s->padded / LANES;
     for (; n >= 4; n -= 4, weights += 4 * stride, out += 4 * s->padded)
         if (vectors % 2 == 0) mix_tile(4, 2, weights, stride, values, s, from, end, out, half);

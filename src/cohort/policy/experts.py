@@ -220,7 +220,7 @@ class PreparedExperts:
 
 @contextlib.contextmanager
 def used(prepared: PreparedExperts | None) -> Iterator[None]:
-    """Inside the block, the module of ``prepared`` computes few tokens with it in this thread. None: with none."""
+    """Inside the block, the module of ``prepared`` computes few tokens with it in this thread. None: no module does."""
     before = _PREPARED.set(prepared)
     try:
         yield

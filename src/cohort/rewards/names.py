@@ -271,7 +271,15 @@ def explain_reward(name: str) -> str:
     if name not in BUILTIN_REWARDS:
         raise unknown_reward(name)
     signature, needs, text = _described(name)
-    return "\n".join([*signature, *_wrapped(needs, "needs "), "", text])
+    lines = [*signature, *_wrapped(needs, "needs ")]
+    for block in text.split("\n\n"):
+        lines.append("")
+        if block.startswith("Args:"):
+            for entry in re.sub(r"\n {8}", " ", block).splitlines()[1:]:
+                lines += _wrapped(entry.strip(), "    ", " " * 8)
+        else:
+            lines += block.splitlines() if block.startswith(">>>") else _wrapped(" ".join(block.split()))
+    return "\n".join(lines)
 
 
 def _described(name: str) -> tuple[list[str], str, str]:

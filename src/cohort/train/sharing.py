@@ -80,8 +80,8 @@ def own_packs(context: StepContext, policy: Policy, batch: TokenBatch, shared: S
 
 
 def _distinct(policy: Policy) -> bool:
-    """Whether copies of a sequence are computed once: unless each has a dropout of its own, or counts as a user of
-    experts."""
+    """Whether copies of a sequence are computed once. They are not with dropout, which each copy draws for itself, or
+    with a router loss, which counts the tokens of each copy."""
     return not (policy.dropout or policy.router_aux_loss_coef)
 
 

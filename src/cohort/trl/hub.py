@@ -84,16 +84,12 @@ def write_card(
     if dataset:
         source += f"learned from [{dataset}](https://huggingface.co/datasets/{dataset}) and "
     libraries = {"Cohort": "cohort-rl", "Transformers": "transformers", "PyTorch": "torch", "Datasets": "datasets"}
-    text = (
-        Path(__file__)
-        .with_name("card.md")
-        .read_text(encoding="utf-8")
-        .format(
-            name=name,
-            what=source,
-            hub_id=hub_id or name,
-            versions="\n".join(f"- {library}: {_version(package)}" for library, package in libraries.items()),
-        )
+    card = (Path(__file__).parent / "card.md").read_text(encoding="utf-8")
+    text = card.format(
+        name=name,
+        what=source,
+        hub_id=hub_id or name,
+        versions="\n".join(f"- {library}: {_version(package)}" for library, package in libraries.items()),
     )
     folder.mkdir(parents=True, exist_ok=True)
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")

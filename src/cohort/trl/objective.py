@@ -46,7 +46,7 @@ def one_of(name: str, value: Any, words: Iterable[str]) -> Any:
 
 
 def objective_settings(args: Any) -> Settings:
-    """The settings of ``[objective]``, without the numbers of updates and those that are fields as they are.
+    """The settings of ``[objective]``, except the numbers of updates and those that take a field's value unchanged.
 
     Raises:
         ConfigError: a word is unknown, or a number is out of its range.

@@ -115,8 +115,8 @@ def translate(
 
 
 def _same(args: Any) -> Settings:
-    """The settings that have the value of a field as it is, by section: ``[same]`` of ``fields.toml``. None is left to
-    Cohort's default, and so is a field that another one switches off."""
+    """The settings that take a field's value unchanged (``[same]`` in ``fields.toml``), by section. Where the field is
+    None, or another field switches it off, Cohort's default stays."""
     switches = {"vllm_": args.use_vllm, "ref_model_": args.sync_ref_model}
     off = tuple(prefix for prefix, is_on in switches.items() if not is_on)
     found: Settings = {}
@@ -220,9 +220,7 @@ def _model(args: Any, model_config: Any) -> Settings:
 
 
 def _data(args: Any) -> Settings:
-    settings: Settings = {
-        "order": "shuffled" if args.shuffle_dataset else "sequential",
-    }
+    settings: Settings = {"order": "shuffled" if args.shuffle_dataset else "sequential"}
     if args.max_prompt_length is not None:
         settings |= {"max_prompt_length": args.max_prompt_length, "overlong_prompts": "truncate_left"}
     return settings
