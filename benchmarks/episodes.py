@@ -2,7 +2,7 @@
 
     python benchmarks/episodes.py                       parts 1 to 3
     python benchmarks/episodes.py --parts turns
-    python benchmarks/episodes.py --parts trl           needs the extra "bench"
+    python benchmarks/episodes.py --parts trl demo      needs the extra "bench"
 
 turns: 24 turns of about 12 drawn tokens and answers of 64, when the engine keeps keys and values and reads only the
 answer (``extend``), and when it reads the whole history again before each turn. Both draw the same tokens.
@@ -14,6 +14,8 @@ at once. Its own time is measured alone and subtracted. The environment's ``step
 ChatML. Once for one trajectory, where a turn takes the whole way there and back; once for 64 at a time.
 
 trl: a GRPO step with a tool, see ``episodes_trl.py``.
+
+demo: steps of ``cohort demo tool`` against TRL, see ``episodes_demo.py``.
 
 The sides of a part alternate in one process, each time another one first.
 """
@@ -325,7 +327,13 @@ def part_trl(options: argparse.Namespace) -> None:
     compare(options)
 
 
-PARTS = {"turns": part_turns, "latency": part_latency, "overhead": part_overhead, "trl": part_trl}
+def part_demo(options: argparse.Namespace) -> None:
+    from episodes_demo import compare
+
+    compare(options)
+
+
+PARTS = {"turns": part_turns, "latency": part_latency, "overhead": part_overhead, "trl": part_trl, "demo": part_demo}
 
 
 def parse() -> argparse.Namespace:
@@ -341,6 +349,10 @@ def parse() -> argparse.Namespace:
     trl.add_argument("--apart", action="store_true", help="no two trajectories alike; so is a file of weights")
     trl.add_argument("--learning-steps", type=int, default=400)
     trl.add_argument("--weights", type=Path, help="file to keep the model in that has learned the conversations")
+    demo = parser.add_argument_group("the part demo")
+    demo.add_argument("--after", type=int, default=0, help="steps of the demo before the first that is timed")
+    demo.add_argument("--demo-batches", type=int, nargs="+", default=[256, 64], help="TRL's completions a pass")
+    demo.add_argument("--continuous", action="store_true", help="also try TRL's continuous batching")
     options = parser.parse_args()
     if options.trajectories < GROUP or options.trajectories % GROUP:
         parser.error(f"--trajectories must be a multiple of {GROUP}, got {options.trajectories}")

@@ -3,9 +3,9 @@
 A register has entries; a lookup returns a line of some 75 tokens that names the next one. Each of 8 prompts asks to
 follow the register from its entry 10: three calls (``--calls``), one after the other, then an answer. A tiny Qwen3
 model first learns these conversations by heart, so that both sides draw as many tokens, calls and turns: a round in
-which they do not is an error. The trajectories of a group are the same, or begin with a plan of four digits that the
-policy draws at random (``--apart``), and then no two of them share a call. What Cohort computes once for several
-trajectories of a group, it saves in the first case only.
+which they differ by more than 0.1% is an error. The trajectories of a group are the same, or begin with a plan of four
+digits that the policy draws at random (``--apart``), and then no two of them share a call. What Cohort computes once
+for several trajectories of a group, it saves in the first case only.
 
 Both sides have the model, tokenizer, chat template (Qwen3's, which TRL knows), tool, prompts, reward, objective,
 optimizer, float32 and limits in common; each is its own trainer in a process of its own, and they take turns. TRL calls
@@ -21,6 +21,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from common import (
 from episodes import chat_tokenizer
 
 PROMPTS, FIRST = 8, 10
+COUNTS = ("calls", "turns", "tokens")
 DIGITS = 4
 """Of a plan."""
 ENOUGH_LOSS, SHARPER = 0.004, 3.0
@@ -192,7 +194,14 @@ def cohort_side(turns: Turns, path: Path, calls: int) -> None:
     )
     rows = [{"prompt": question(n % PROMPTS)} for n in range(4 * PROMPTS)]
     trainer = cohort.GRPOTrainer(model, in_turns, config, rows, processing_class=tokenizer, tools=[lookup])
-    witness, steps, report = Witness(model), trainer.steps(), {"setting": "float32"}
+    cohort_steps(turns, trainer)
+
+
+def cohort_steps(turns: Turns, trainer: Any) -> None:
+    """A step of Cohort's trainer in each turn."""
+    witness, steps, report = Witness(trainer.policy.model), trainer.steps(), {"setting": "float32"}
+    rollout = trainer.args.rollout
+    completions = rollout.prompts_per_step * rollout.num_generations
     while True:
         turns.wait(report)
         start, processor = time.perf_counter(), time.process_time()
@@ -203,9 +212,13 @@ def cohort_side(turns: Turns, path: Path, calls: int) -> None:
             "processor": time.process_time() - processor,
             "generate": metrics["seconds/generate"],
             "update": metrics["seconds/update"],
-            "calls": metrics["episodes/calls"] * PROMPTS * GROUP,
-            "turns": metrics["episodes/turns"] * PROMPTS * GROUP,
-            "tokens": round(metrics["length/mean"] * PROMPTS * GROUP),
+            "calls": metrics["episodes/calls"] * completions,
+            "turns": metrics["episodes/turns"] * completions,
+            "tokens": round(metrics["length/mean"] * completions),
+            "well formed": metrics["episodes/calls"] * completions * (1 - (metrics["episodes/failed_call_share"] or 0)),
+            "reward": metrics["reward/mean"],
+            "distinct": metrics["completions/distinct_share"],
+            "no advantage": metrics["tokens/no_advantage_share"],
             **witness.look(),
         }
 
@@ -220,14 +233,19 @@ def trl_side(turns: Turns, path: Path, calls: int, batch: int) -> None:
     )
     rows = [{"prompt": question(n % PROMPTS)} for n in range(4 * PROMPTS)]
     trainer = trl_trainer(model, config, rows, tokenizer, in_turns, tools=[lookup])
-    witness = Witness(model)
-    counts = {"calls": 0, "turns": 0, "tokens": 0}
+    trl_steps(turns, trainer, f"float32, {PROMPTS * GROUP // batch} x {batch}")
+
+
+def trl_steps(turns: Turns, trainer: Any, setting: str) -> None:
+    """A step of TRL's trainer in each turn."""
+    witness = Witness(trainer.model)
+    counts = dict.fromkeys(COUNTS, 0)
     loop, processor = trainer._tool_call_loop, [0.0]
 
     def counted(*arguments: Any, **named: Any) -> Any:
         result = loop(*arguments, **named)
         mask, completions, _, _, calls, *_ = result
-        counts["calls"] = calls
+        counts["calls"] = counts["well formed"] = calls
         counts["turns"] = sum(message["role"] == "assistant" for one in completions for message in one)
         counts["tokens"] = sum(map(sum, mask))
         return result
@@ -236,12 +254,13 @@ def trl_side(turns: Turns, path: Path, calls: int, batch: int) -> None:
 
     def turn(seconds: float) -> None:
         if not seconds:
-            turns.wait({"setting": f"float32, {PROMPTS * GROUP // batch} x {batch}"})
+            turns.wait({"setting": setting})
             processor[0] = time.process_time()
             return
         generate, rollout = (trainer.parts[part] for part in ("generate", "rollout"))
         report = {"seconds": seconds, "processor": time.process_time() - processor[0]}
         report |= {"generate": generate, "update": seconds - rollout}
+        report["reward"] = trainer._metrics["train"]["reward"][-1]
         turns.wait(report | counts | witness.look())
         processor[0] = time.process_time()
 
@@ -259,38 +278,48 @@ def compare(options: argparse.Namespace) -> None:
         for batch in options.batches:
             side = stack.enter_context(Side(trl_side, path, options.calls, batch, threads=options.threads))
             sides[f"trl, {batch} a pass"] = side
-        reports: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-        for repeat in range(1 + options.repeats):
-            order = [*sides][repeat % len(sides) :] + [*sides][: repeat % len(sides)]
-            for name in order:
-                report = sides[name].ask()
-                progress(f"{name}: {report}")
-                if repeat:
-                    reports[name].append(report)
-            check_work({name: own[-1] for name, own in reports.items() if own})
-    show(reports, options)
+        reports = in_turns_of(sides, options.repeats, check_work)
+    alike = "no two alike" if options.apart else "those of a group alike"
+    show(reports, f"{PROMPTS} x {GROUP} trajectories, {alike}, with {options.calls} calls of a tool")
 
 
-def check_work(reports: dict[str, dict[str, Any]]) -> None:
+Reports = dict[str, list[dict[str, Any]]]
+"""Of each side, those of its steps."""
+
+
+def in_turns_of(sides: dict[str, Side], repeats: int, check: Callable[[Reports], None] | None = None) -> Reports:
+    """Steps of all sides in turns, each time another one first; those of the first round, to warm up, are left out."""
+    reports: Reports = {name: [] for name in sides}
+    for repeat in range(1 + repeats):
+        for name in [*sides][repeat % len(sides) :] + [*sides][: repeat % len(sides)]:
+            report = sides[name].ask()
+            progress(f"{name}: {report}")
+            if repeat:
+                reports[name].append(report)
+        if repeat and check:
+            check(reports)
+    return reports
+
+
+def check_work(reports: Reports) -> None:
     """All sides draw as many calls and turns in a round, and as many tokens but for rare draws of others."""
-    work = {name: [round(report[key]) for key in ("calls", "turns", "tokens")] for name, report in reports.items()}
+    work = {name: [round(own[-1][key]) for key in COUNTS] for name, own in reports.items()}
     first = next(iter(work.values()))
     if any(one[:2] != first[:2] or abs(one[2] - first[2]) > RARE * first[2] for one in work.values()):
         raise RuntimeError(f"expected the same calls, turns and tokens of all sides, got {work}")
 
 
-def show(reports: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
+def show(reports: Reports, what: str) -> None:
     def median(name: str, key: str) -> float:
         return statistics.median(report[key] for report in reports[name])
 
-    alike = "no two alike" if options.apart else "those of a group alike"
-    print(f"\nA GRPO step of {PROMPTS} x {GROUP} trajectories, {alike}, with {options.calls} calls of a tool, float32")
+    print(f"\nA GRPO step of {what}, float32")
     print("\n| side | step, s | processor | generate | update | calls | turns | tokens drawn |")
     print("|---|---|---|---|---|---|---|---|")
     for name, own in reports.items():
         seconds = [report["seconds"] for report in own]
         split = " | ".join(f"{median(name, part):.2f}" for part in ("processor", "generate", "update"))
-        counts = " | ".join(f"{median(name, part):,.0f}" for part in ("calls", "turns", "tokens"))
+        counts = " | ".join(f"{median(name, part):,.0f}" for part in COUNTS)
         spent = f"{statistics.median(seconds):.2f} [{min(seconds):.2f} to {max(seconds):.2f}]"
         print(f"| {name} | {spent} | {split} | {counts} |")
     best = min((name for name in reports if name != "cohort"), key=lambda name: median(name, "seconds"))

@@ -24,6 +24,7 @@ Linux only. Needs about 12 GiB; ``--vocabulary`` and ``--width`` scale the first
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -38,6 +39,7 @@ import torch
 from common import (
     GROUP,
     LEARNING_RATE,
+    MEBI,
     Memory,
     MissingError,
     Side,
@@ -98,24 +100,28 @@ def in_turns(turns: Turns, first: dict[str, Any], update: Callable[[Any], Any], 
     while True:
         batch = prepare(turns.wait(report))
         memory = Memory()
-        start = time.perf_counter()
-        update(batch)
-        report = {"seconds": time.perf_counter() - start, **memory.figures()}
+        start, used = time.perf_counter(), time.process_time()
+        found = update(batch)
+        report = {"seconds": time.perf_counter() - start, "processor": time.process_time() - used, **memory.figures()}
+        report |= found or {}
 
 
-def cohort_side(turns: Turns, shape: Shape, token_budget: int | None) -> None:
-    """Ours. Without a number, passes have as many tokens as a run takes where memory is plentiful."""
+def cohort_side(
+    turns: Turns, shape: Shape, token_budget: int | None, precision: str = "auto", count: bool = False
+) -> None:
+    """Ours. Without a number, passes have as many tokens as a run takes where memory is plentiful. ``count``: also
+    count the bytes of live tensors, which takes some time."""
     quiet()
     from cohort.config import OptimConfig
     from cohort.objective import PRESETS
     from cohort.policy import Policy, resolve_precision
     from cohort.rollout import Sampling
     from cohort.train import Optimizer, StepContext, TokenBudget, UpdateResult, part_of, update
-    from cohort.train.memory import MOST_TOKENS
+    from cohort.train.memory import MOST_TOKENS, LiveBytes
     from cohort.types import TokenBatch
 
     model = build_model(shape, ())
-    policy = Policy(model, resolve_precision("auto", torch.device("cpu"), shape.hidden_size))
+    policy = Policy(model, resolve_precision(precision, torch.device("cpu"), shape.hidden_size))
     optimizer = Optimizer(model, OptimConfig(learning_rate=LEARNING_RATE), 1)
     tokens_a_pass = token_budget or MOST_TOKENS["cpu"]
     context = StepContext(policy, optimizer, PRESETS["default"], Sampling(1), TokenBudget(tokens_a_pass))
@@ -124,10 +130,13 @@ def cohort_side(turns: Turns, shape: Shape, token_budget: int | None) -> None:
         prompts, completions, advantages = tokens.draw(shape.vocab_size)
         return laid_out(prompts[:: tokens.group], completions, advantages)
 
-    def run(batch: TokenBatch) -> None:
-        result = update(context, batch, part_of(batch, range(batch.num_sequences)))
+    def run(batch: TokenBatch) -> dict[str, float]:
+        live = LiveBytes()
+        with live if count else contextlib.nullcontext():
+            result = update(context, batch, part_of(batch, range(batch.num_sequences)))
         assert isinstance(result, UpdateResult), result
         assert result.grad_norm > 0, "no step was made"
+        return {"live": round(live.peak / MEBI, 1)} if count else {}
 
     in_turns(turns, {"precision": f"{policy.precision}, {tokens_a_pass} tokens"}, run, prepare)
 

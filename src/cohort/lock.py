@@ -8,6 +8,7 @@ number, one on another machine is not, and a warning says so.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -19,11 +20,6 @@ from typing import Any
 from weakref import WeakSet
 
 from cohort.errors import RunFolderError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 LOCK = "run.lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
@@ -47,7 +43,7 @@ class Lock:
         self._descriptor: int | None = None
 
     def take(self) -> bool:
-        """Lock the folder, until ``release`` or the end of the process. Returns whether it was not locked by this owner
+        """Lock the folder, until ``release`` or the end of the process. Returns False if this owner held the lock
         already.
 
         Raises:
@@ -56,7 +52,7 @@ class Lock:
         """
         taken = False
         while not self._is_held():
-            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
                 _lock_file(descriptor, self._folder.resolve())
             except BaseException:
@@ -79,8 +75,8 @@ class Lock:
         self.drop()
 
     def check(self) -> bool:
-        """Check that no other owner writes the folder, which may be read-only here. Returns whether that is certain:
-        not on a file system without locks.
+        """Check that no other owner writes the folder, which may be read-only here. Returns False if the file system
+        has no locks, so that this is not certain.
 
         Raises:
             RunFolderError: one does.
@@ -149,8 +145,6 @@ def _lock_file(descriptor: int, folder: Path) -> bool:
             f"{folder} is being written by another trainer of this process: let its train() end, or close() its steps()"
         )
     try:
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lockless = error.errno in UNSUPPORTED
@@ -168,7 +162,7 @@ def _lock_file(descriptor: int, folder: Path) -> bool:
 
 def _is_running(owner: dict[str, Any]) -> bool:
     """Whether the process that a lock file names runs on this machine, and is not this one."""
-    if owner.get("host") != socket.gethostname() or owner["pid"] == os.getpid() or os.name != "posix":
+    if owner.get("host") != socket.gethostname() or owner["pid"] == os.getpid():
         return False
     try:
         os.kill(owner["pid"], 0)
@@ -185,5 +179,4 @@ def _after_fork() -> None:
         lock.drop()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

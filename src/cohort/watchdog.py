@@ -1,4 +1,4 @@
-"""Say what the program waits for when it takes far longer than before, and where its code is.
+"""Reports waits that take far longer than before, with where the code is.
 
     with waiting("scoring"):
         with waiting("reward judge", lambda: "sample 41"):
@@ -31,8 +31,8 @@ FACTOR = 5.0
 LEAST_SECONDS = 60.0
 """Nothing is reported earlier."""
 FIRST_SECONDS = 300.0
-"""What has never ended before, and the other ranks, are reported after this time. What has been reported is not again
-before the end of such a time in which it has made no progress."""
+"""A wait that has never ended before, and a wait for other ranks, is reported after this time. It is reported again
+only after as long a time without progress."""
 TICK = 2.0
 """Seconds between looks."""
 HELD_SECONDS = 300.0
@@ -230,17 +230,16 @@ def other_ranks() -> str:
 
 
 @contextlib.contextmanager
-def _handling(name: str, handler: Callable[..., None]) -> Iterator[int | None]:
-    """In this block, a signal has a handler. Gives the signal's number; None outside the main thread, or if the signal
-    has another handler: then nothing changes."""
-    number = getattr(signal, name, None)
+def _handling(number: int, handler: Callable[..., None]) -> Iterator[bool]:
+    """In this block, a signal has a handler. Gives False outside the main thread, or if the signal has another handler:
+    then nothing changes."""
     in_main = threading.current_thread() is threading.main_thread()
-    if number is None or not in_main or signal.getsignal(number) is not signal.SIG_DFL:
-        yield None
+    if not in_main or signal.getsignal(number) is not signal.SIG_DFL:
+        yield False
         return
     signal.signal(number, handler)
     try:
-        yield number
+        yield True
     finally:
         signal.signal(number, signal.SIG_DFL)
 
@@ -249,15 +248,15 @@ def _handling(name: str, handler: Callable[..., None]) -> Iterator[int | None]:
 def dumps_on_quit() -> Iterator[None]:
     """In this block, SIGQUIT prints the stack of every thread of this process and of its workers, and what they wait
     for. It does nothing outside the main thread, or if the signal has another handler."""
-    with _handling("SIGQUIT", _on_quit) as number:
-        if number is None:
+    with _handling(signal.SIGQUIT, _on_quit) as is_set:
+        if not is_set:
             yield
             return
-        faulthandler.register(number, file=2, chain=True)  # at once, also while the interpreter lock is held
+        faulthandler.register(signal.SIGQUIT, file=2, chain=True)  # at once, also while the interpreter lock is held
         try:
             yield
         finally:
-            faulthandler.unregister(number)
+            faulthandler.unregister(signal.SIGQUIT)
 
 
 def ignored(*_: Any) -> None:
@@ -268,7 +267,7 @@ def ignored(*_: Any) -> None:
 def save_signal_ignored() -> Iterator[None]:
     """In this block, SIGUSR2 does not end the process. It asks a run for a checkpoint, and may come before the run has
     loaded its model. It does nothing outside the main thread, or if the signal has another handler."""
-    with _handling("SIGUSR2", ignored):
+    with _handling(signal.SIGUSR2, ignored):
         yield
 
 

@@ -358,11 +358,9 @@ def _work(connection: Connection, parent: int) -> None:
     import dill
 
     orphans.end_with(parent)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"):  # schedulers send them to every process of a job
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda *_: None)  # SIG_IGN would be inherited by programs it starts
-    if hasattr(signal, "SIGQUIT"):
-        faulthandler.register(signal.SIGQUIT)  # the parent sends it on (``watchdog``)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # which schedulers send to all
+        signal.signal(number, watchdog.ignored)
+    faulthandler.register(signal.SIGQUIT)  # the parent sends it on (``watchdog``)
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     own = os.getpid()
 

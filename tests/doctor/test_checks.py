@@ -220,7 +220,7 @@ ILL = [
     ("memory", "warn", "the run needs 95 bytes more", lambda: memory(passes=75)),
     ("memory", "warn", "7 bytes on top while a checkpoint", lambda: memory(passes=65, copy=7)),
     ("time", "warn", "rewards take 53% of a step", lambda: time(phases={"generate": 8.0, "reward": 9.0})),
-    ("time", "warn", "days in all", lambda: time(steps=10**5)),
+    ("time", "warn", "11 d 13 h in all", lambda: time(steps=10**5)),
     ("disk", "fail", "grows to 370 bytes; 300 bytes free (3 x 100", lambda: disk(free=300)),
     ("disk", "warn", "grows to 370 bytes; 400 bytes free", lambda: disk(free=400)),
 ]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cohort.parallel import Replicate, World, layout_of
+from cohort.parallel import Layout, World, layout_of
 from tests.parallel.launching import Ranks, on_ranks
 from tests.parallel.under_layouts import (
     FAILURES,
@@ -36,7 +36,7 @@ def check(found, cases):
     """Compare what ``on_each_layout`` found on a rank with one process without a layout."""
     for index, (function, settings) in enumerate(cases):
         assert function == "updates"
-        norms, weights, logps, _ = updates(Replicate(), **settings)
+        norms, weights, logps, _ = updates(Layout(), **settings)
         for name in {name for name, number in found if number == index}:
             got = found[name, index]
             assert np.abs(np.subtract(got[0], norms)).max() < EXACT, (name, settings)
@@ -77,7 +77,7 @@ def test_rollouts_are_bit_equal():
 
 @pytest.mark.ranks
 def test_a_value_that_is_not_finite_prevents_the_update_on_every_rank():
-    weights = updates(Replicate(), poison=True)[1]
+    weights = updates(Layout(), poison=True)[1]
     for found in on_ranks(2, on_each_layout, list(LAYOUTS), [("updates", {"poison": True})]):
         for norms, changed, *_ in found.values():
             assert norms == ["NonFinite"] * 3
@@ -90,7 +90,7 @@ def test_bfloat16_and_kernels_stay_close_to_one_process():
     size of the learning rate whatever the gradient's, so weights may differ by it, and norms by a few percent."""
     cases = [("updates", {"dtype": "bfloat16", "kernels": kernels}) for kernels in (False, True)]
     adapters = ("updates", {"dtype": "bfloat16", "lora": True})  # weights of two dtypes in a layer
-    expected = updates(Replicate(), dtype="bfloat16")
+    expected = updates(Layout(), dtype="bfloat16")
     for found in on_ranks(2, on_each_layout, list(LAYOUTS), [*cases, adapters]):
         for (_, case), (norms, weights, *_) in found.items():
             if case == len(cases):
@@ -133,4 +133,4 @@ def test_elsewhere_all_ranks_repeat_with_fewer_tokens():
 
 def test_one_rank_needs_no_division():
     for name in LAYOUTS:
-        assert isinstance(layout_of(name, World()), Replicate)
+        assert type(layout_of(name, World())) is Layout

@@ -9,7 +9,7 @@ import torch
 
 from cohort import watchdog
 from cohort.errors import ConfigError, RankError, RewardError
-from cohort.parallel import Replicate, World, agreed, layout_of, on_main, shares, together
+from cohort.parallel import Layout, World, agreed, layout_of, on_main, shares, together
 from cohort.parallel.shares import imbalance
 from tests.parallel.launching import Ranks, on_ranks
 
@@ -43,7 +43,7 @@ def test_wrong_variables_are_refused(variables, message):
 
 
 def test_an_unknown_layout_is_refused():
-    assert isinstance(layout_of("replicate", World()), Replicate)
+    assert type(layout_of("replicate", World())) is Layout
 
 
 def test_shares_are_even_and_may_be_empty():
@@ -74,7 +74,7 @@ def _exchanges():
     parameters = [torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype)) for dtype in (torch.float32, torch.float64) * 2]
     for parameter in parameters[: 3 - 2 * world.rank]:
         parameter.grad = torch.full_like(parameter, world.rank + 1)
-    Replicate(world).sum_gradients(parameters)
+    Layout(world).sum_gradients(parameters)
     found["grads"] = [None if p.grad is None else p.grad.unique().tolist() for p in parameters]
 
     def errors():

@@ -13,7 +13,7 @@ import torch
 from cohort.config import OptimConfig
 from cohort.config.schema import LoraConfig
 from cohort.objective import PRESETS
-from cohort.parallel import Full, Replicate, Sharded, World
+from cohort.parallel import Full, Layout, Sharded, World
 from cohort.policy import Policy, Precision, add_adapters, enable_checkpointing
 from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
@@ -26,7 +26,7 @@ from tests.families.configs import small_model
 from tests.policy.test_router import mixture
 from tests.train.updates import batch_for
 
-LAYOUTS = {"replicate": Replicate, "optimizer": Sharded, "full": Full}
+LAYOUTS = {"replicate": Layout, "optimizer": Sharded, "full": Full}
 UPDATES = 3
 
 

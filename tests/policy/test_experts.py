@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +34,19 @@ SIZES = {"num_hidden_layers": 1, "hidden_size": 40, "intermediate_size": 28, "nu
 TOKENS, EXPERTS, EACH = 37, 5, 2
 
 
-def model(family: str) -> Any:
+def model(family: str, inner: int = 28) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    more = {"num_experts": EXPERTS, "moe_intermediate_size": 28, "num_local_experts": EXPERTS}
+    more = {"num_experts": EXPERTS, "moe_intermediate_size": inner, "num_local_experts": EXPERTS}
     more |= {"num_experts_per_tok": EACH, "swiglu_limit": 0.5}
-    config = AutoConfig.for_model(family, **SIZES, **more, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True)
+    config = AutoConfig.for_model(
+        family,
+        **SIZES | {"intermediate_size": inner},
+        **more,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(config).eval()
     for parameter in module_of(made).parameters():
@@ -115,6 +123,57 @@ def test_few_tokens_have_the_same_numbers_whatever_their_company(module: Any, gi
     assert prepared(x, index + EXPERTS, weights).isnan().all()
 
 
+def test_prepared_weights_are_those_of_one_thread(module: Any, given: Any) -> None:
+    """Samplers in other threads have others, of other dtypes, and other passes of the module have none."""
+    prepared, of_others = prepare(module, torch.float32), []
+
+    def other() -> None:
+        with torch.no_grad():
+            of_others.append(experts(module, *given))
+        with used(prepare(module, torch.bfloat16)):
+            pass
+
+    with used(prepared), torch.no_grad():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        found = experts(module, *given)
+        with used(None):
+            expected = experts(module, *given)
+    assert of_others[0].equal(expected)
+    assert found.equal(prepared(*given))
+    assert not found.equal(expected)  # in another order
+
+
+@pytest.mark.parametrize("inner", [28, 27])  # an odd width has no pairs of numbers
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_few_tokens_in_bfloat16(family: str, inner: int, given: Any) -> None:
+    module = module_of(model(family, inner))
+    x, index, weights = given
+    found = (prepared := prepare(module, torch.bfloat16))(x, index, weights)
+    activation = Activation.of(module)
+    assert activation is not None
+    turn = (lambda matrix: matrix) if module.is_transposed else (lambda matrix: matrix.mT)
+    up, down = (turn(matrix).bfloat16().double() for matrix in (module.gate_up_proj, module.down_proj))
+    biases = [torch.zeros(EXPERTS, 1), torch.zeros(EXPERTS, 1)]
+    if module.has_bias:
+        biases = [bias.bfloat16().double() for bias in (module.gate_up_proj_bias, module.down_proj_bias)]
+    expected = torch.zeros(TOKENS, 40, dtype=torch.float64)
+    for token, expert, weight in zip(*(part.flatten() for part in (pairs(index), index, weights)), strict=True):
+        active = weight * activation(x[token].bfloat16().double() @ up[expert] + biases[0][expert])
+        expected[token] += active.bfloat16().double() @ down[expert] + weight * biases[1][expert]
+    assert (
+        gap(found, expected.detach()) < 1e-3
+    )  # an activation that float32 rounds to the other neighbour is off by 2^-8
+    for part in (slice(3, 4), slice(5, 30)):
+        assert prepared(x[part], index[part], weights[part]).equal(found[part])
+
+
+def pairs(index: Tensor) -> Tensor:
+    """The token of each of its experts."""
+    return torch.arange(len(index))[:, None].expand_as(index)
+
+
 def test_prepared_weights_are_not_used_where_adapters_change_the_module(given: Any) -> None:
     class Added(torch.nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -141,6 +200,8 @@ def test_activations_are_found_by_trying(module: Any) -> None:
     assert found(lambda both: functional.gelu(both[:, :16], approximate="tanh") * both[:, 16:]) == Activation(gelu=True)
     assert found(lambda both: functional.gelu(both[:, :16]) * both[:, 16:]) is None
     assert found(lambda both: both) is None
+    assert found(lambda both: functional.silu(both[:, :16]) * both[:, 16:]) == Activation()
+    assert found(lambda both: functional.silu(both[:, :16]).clamp(max=100.0) * both[:, 16:]) is None
 
 
 def test_gelu(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from bitsandbytes.functional import _convert_weight_packed_for_cpu, get_4bit_type
-from bitsandbytes.nn import Linear4bit
 
 from cohort.config import LoraConfig, ModelConfig
 from cohort.errors import ModelError
@@ -18,6 +16,9 @@ SHAPES = [(24, 24), (8, 80), (3, 10), (32, 128), (5, 336)]
 
 def layer_of(outputs, inputs, nested=False):
     """A layer, and its weights: in each block of 64 a scale times values of NF4, one of which is 1."""
+    from bitsandbytes.functional import get_4bit_type  # the import takes seconds
+    from bitsandbytes.nn import Linear4bit
+
     generator = torch.Generator().manual_seed(inputs)
     values = get_4bit_type("nf4", device="cpu")[torch.randint(16, (outputs * inputs,), generator=generator)]
     values[::64] = 1.0
@@ -59,6 +60,8 @@ def test_products_and_gradients_are_those_of_the_weights(outputs, inputs):
 
 
 def test_what_cannot_be_exact_is_refused(tmp_path):
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu
+
     tiny_llama().save_pretrained(tmp_path)
     settings = {"path": str(tmp_path), "device": "cpu", "precision": "float32", "quantization": "4bit"}
     with pytest.raises(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.native import Unavailable, load
+from cohort.policy import attention
 from cohort.policy.attention import explicit_attention, packed_attention
 from cohort.policy.layout import Layout
 from tests.conftest import each
@@ -24,7 +25,7 @@ FLOAT, HALF = torch.float32, torch.bfloat16
 NAMES = ("out", "q", "k", "v", "prefix k", "prefix v")
 ROUNDING = {FLOAT: 2**-24, HALF: 2**-8}  # of a number, at most, beside itself
 SUMS = 2e-6  # of what float32 computes, beside the largest number of its kind: some ten roundings of 6e-8
-WORDS = 2**-6  # the same in bfloat16: processors may multiply weights and slopes of 8 bits (some 2^-9 each)
+WORDS = 2**-6  # the same in bfloat16: processors may multiply weights and slopes rounded to it, each off by up to 2^-9
 LAYOUTS = PLAIN_LAYOUTS | {
     "more than a block of keys": ([70], None, ()),
     "one prefix": ([3, 9, 1, 5, 4, 2], [0] * 6, [6]),
@@ -102,7 +103,8 @@ def log_sums(q, k, layout, scaling, prefix_k, window):
 def assert_same(tensors, layout, count=None, sums=None, **ways):
     sums = sums or (WORDS if tensors[0].dtype == HALF else SUMS)
     found = attended(tensors, layout, count, **ways)
-    expected = attended(tensors, layout, exact=True, rounded=found[0], **ways)
+    one_block = Layout(layout[0], CPU, *layout[1:]).longest <= attention.BLOCK  # otherwise it is rounded afterwards
+    expected = attended(tensors, layout, exact=True, rounded=found[0] if one_block else None, **ways)
     tokens = sum(layout[0])
     for name, one, other, like in zip(NAMES, found, expected, [tensors[2], *tensors], strict=False):
         assert one.dtype == like.dtype
@@ -122,6 +124,68 @@ def assert_same(tensors, layout, count=None, sums=None, **ways):
 def test_outputs_and_gradients(layout, window, dtype):
     """Windows shorter than the sequence and than the prefix, and that end inside either."""
     assert_same(made(LAYOUTS[layout], dtype=dtype), LAYOUTS[layout], window=window)
+
+
+@each(("window", "dtype"), [(None, FLOAT), (None, HALF), (1, FLOAT), (12, HALF), (20, FLOAT)])
+@each("layout", ["more than a block of keys", "one prefix", "long prefixes"])
+def test_sequences_that_are_longer_than_a_table(monkeypatch, layout, window, dtype):
+    """Blocks of prefixes and of sequences are joined, in float32: bfloat16 is rounded once. Some tokens see nothing of
+    a block, and some sequences fit."""
+    monkeypatch.setattr(attention, "BLOCK", 16)
+    assert_same(made(LAYOUTS[layout], dtype=dtype), LAYOUTS[layout], window=window)
+
+
+@each(("lengths", "before"), [([3, 1, 4, 40], 5), ([38, 2], 4), ([33], 31)])
+@each("block", [16, 2048])
+def test_equal_weights_by_hand(monkeypatch, block, lengths, before):
+    """All scores are 0 and four tokens are seen: the output is the mean of four values. Slopes are a quarter of a value's
+    product with the output's gradient less the mean of the four. All of it are few bits, which bfloat16 holds: a number
+    that is paired with a wrong one is off by more than a rounding, and so is one beside a last token that is no zero."""
+    monkeypatch.setattr(attention, "BLOCK", block)
+    generator = torch.Generator().manual_seed(5)
+    width, tokens = 5, sum(lengths)
+    q, k, v = (
+        torch.randint(-2, 3, (n, 1, width), generator=generator).float() for n in [tokens, *[before + tokens] * 2]
+    )
+    q[..., 2:], k[..., :2] = 0, 0
+    grad = torch.randint(-1, 2, (tokens, 1, width), generator=generator).float()
+    own = [part.to(HALF).transpose(0, 1).requires_grad_() for part in (q, k[before:], v[before:])]
+    prefix = [part.to(HALF).transpose(0, 1).requires_grad_() for part in (k[:before], v[:before])]
+    layout = Layout(lengths, CPU, [0] * len(lengths), [before])
+    with threads(1):
+        out = packed_attention(*own, layout, scaling=0.5, prefix=(prefix[0], prefix[1]), window=4, native=True)
+        found = [out, *torch.autograd.grad(out, own + prefix, grad.transpose(0, 1).to(HALF))]
+    expected = [torch.zeros(part.shape[1], width) for part in found]
+    for start, length in zip(layout.starts, lengths, strict=False):
+        for t in range(start, start + length):
+            seen = [before + at if at >= start else before + at - start for at in range(t - 3, t + 1)]
+            mean = v[seen, 0].mean(0)
+            expected[0][t] = mean
+            for at in seen:
+                grad_k, grad_v, place = (*expected[2:4], at - before) if at >= before else (*expected[4:], at)
+                slope = grad[t, 0] @ (v[at, 0] - mean) / 4 * 0.5
+                expected[1][t] += slope * k[at, 0]
+                grad_k[place] += slope * q[t, 0]
+                grad_v[place] += grad[t, 0] / 4
+    for name, one, other in zip(NAMES, found, expected, strict=True):
+        torch.testing.assert_close(one[0].float(), other, rtol=2**-8, atol=1e-6, msg=name)
+
+
+def test_gradients_of_a_prefix_are_added_where_they_add_up():
+    layout = LAYOUTS["long prefixes"]
+    grads = []
+    for before in (0.0, 2.0):
+        q, k, v, *prefix = (tensor.transpose(0, 1).requires_grad_() for tensor in made(layout))
+        given = [torch.full_like(part, before) for part in prefix] if before else [None, None]
+        for part, grad in zip(prefix, given, strict=True):
+            part.grad = grad
+        with threads(1):
+            where = Layout(layout[0], CPU, *layout[1:])
+            packed_attention(q, k, v, where, scaling=0.4, prefix=tuple(prefix), native=True).sum().backward()
+        assert not before or all(part.grad is grad for part, grad in zip(prefix, given, strict=True))
+        grads.append([part.grad - before for part in prefix])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # roundings of numbers up to 10
 
 
 def test_the_sequences_of_several_prefixes_are_cut_into_items():
@@ -255,12 +319,15 @@ def packs(draw):
     dtypes=st.sampled_from([(FLOAT, FLOAT), (HALF, HALF), (HALF, FLOAT)]),
     count=st.integers(1, 4),
     filler=st.integers(0, 3),
+    block=st.sampled_from([16, 2048]),
 )
-def test_any_pack(layout, kv_heads, group, width, window, dtypes, count, filler):
+def test_any_pack(layout, kv_heads, group, width, window, dtypes, count, filler, block):
     with threads(count):
         items = len(Layout(layout[0], CPU, *layout[1:]).work.items)
     tensors = made(layout, kv_heads, group, width, *dtypes, filler=filler)
-    assert_same(tensors, layout, min(count, items * kv_heads), scaling=width**-0.5, window=window)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(attention, "BLOCK", block)
+        assert_same(tensors, layout, min(count, items * kv_heads), scaling=width**-0.5, window=window)
 
 
 @each("wrong", ["no prefix", "a short prefix", "narrow values", "short keys", "odd heads"])

@@ -84,14 +84,17 @@ def test_pieces_in_the_precisions_of_runs(precision):
     assert_near(grads, expected, tolerance)
 
 
-def test_a_token_takes_no_more_than_its_hidden_states():
-    """Beyond the first pieces; four more numbers a token are ids and log-probs."""
+@pytest.mark.parametrize("precision", [DOUBLE, SINGLE], ids=str)
+def test_a_token_takes_no_more_than_its_hidden_states(monkeypatch, precision):
+    """Beyond the first pieces; four more numbers a token are ids and log-probs. float32 has native kernels, which copy
+    keys block by block."""
+    monkeypatch.setattr(attention, "BLOCK", 64)
     layers, hidden = 3, 64
     sizes = {"hidden_size": hidden, "intermediate_size": 256, "num_hidden_layers": layers, "num_key_value_heads": 1}
-    policy = Policy(tiny_llama(**sizes, max_position_embeddings=4096).double(), DOUBLE)
+    policy = Policy(tiny_llama(**sizes, max_position_embeddings=4096).to(precision.master), precision)
     assert pieces.stage_sizes(layers, hidden, hidden // 4) == [2, 1]
     few, many = (peak_bytes(policy, 8, length, most_tokens=64) for length in (256, 512))
-    assert (many - few) / 256 < 1.1 * layers * hidden * 8
+    assert (many - few) / 256 < 1.1 * layers * hidden * precision.master.itemsize
 
 
 def test_rows_without_gradients_and_with_others_about_them():

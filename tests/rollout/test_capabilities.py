@@ -5,14 +5,15 @@ import pytest
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import RolloutConfig
 from cohort.errors import ConfigError
-from cohort.rollout import Capabilities, LocalEngine, check_capabilities, required_capabilities, setup
+from cohort.rollout import Capabilities, LocalEngine, setup
+from cohort.rollout.engine import check_capabilities, required_capabilities
 from tests.conftest import each
 
 
 class Plain:
     """An engine that draws tokens and can do nothing else."""
 
-    capabilities = Capabilities(keyed_draws=True)
+    capabilities = Capabilities(shared_weights=True)
 
 
 NEEDS = {
@@ -39,7 +40,7 @@ def test_each_setting_needs_its_capability(name):
     assert all(needed[name].startswith(words) for name, words in expected.items())
     check_capabilities(LocalEngine, config)
     if expected:
-        with pytest.raises(ConfigError, match=rf"Plain lacks .*{next(iter(expected))} .*It has: keyed_draws"):
+        with pytest.raises(ConfigError, match=rf"Plain lacks .*{next(iter(expected))} .*It has: shared_weights"):
             check_capabilities(Plain, config)
     else:
         check_capabilities(Plain, config)

@@ -213,7 +213,6 @@ def test_what_a_parked_trajectory_forbids():
     engine.release(number)
     engine.update_weights(1)
     engine.sleep()
-    engine.wake()
     assert len(engine.generate(PROMPTS, 1, Sampling(4), KEY)) == len(PROMPTS)
     engine.close()
 

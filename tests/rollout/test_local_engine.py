@@ -8,7 +8,8 @@ import torch
 from transformers import GenerationConfig
 
 from cohort.policy import Policy, Precision
-from cohort.rollout import LocalEngine, Purpose, RNGKey, RowSettings, Sampling
+from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling
+from cohort.rollout.sampling import RowSettings
 from cohort.types import FinishReason, Prompt
 from tests.conftest import tiny_llama
 from tests.rollout.conftest import drawn_ids

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.rollout import Purpose, RNGKey, philox4x32
+from cohort.rollout.philox import Purpose, RNGKey, philox4x32
 
 # Known answers published with Random123 (kat_vectors, philox4x32 10): counter, key, output.
 ONES = 0xFFFFFFFF

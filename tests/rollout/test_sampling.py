@@ -18,8 +18,17 @@ from transformers import (
 )
 
 from cohort.policy import Policy, Precision
-from cohort.rollout import LocalEngine, RNGKey, RowSettings, Sampling, draw_tokens
-from cohort.rollout.sampling import BLOCK, invert, keep_min_p, keep_top_k, keep_top_p, support_of
+from cohort.rollout import LocalEngine, RNGKey, Sampling
+from cohort.rollout.sampling import (
+    BLOCK,
+    RowSettings,
+    draw_tokens,
+    invert,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    support_of,
+)
 from cohort.rollout.trajectory import joined_support
 from cohort.types import FinishReason
 from tests.conftest import each, telling, tiny_llama

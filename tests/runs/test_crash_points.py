@@ -9,7 +9,7 @@ import pytest
 
 from cohort.config.schema import RunConfig
 from cohort.parallel import World
-from cohort.runs import durable, saving
+from cohort.runs import durable, lines, saving
 from cohort.runs.checkpoints import LOOP
 from cohort.runs.folder import RunFolder
 
@@ -71,7 +71,7 @@ class Written:
 def write_small(folder, content, *, write):
     """As ``write_content``: a file that a library writes and one of ours."""
     (folder / "config.json").write_text("{}")
-    record = durable.write_file(folder / LOOP, [json.dumps(content.loop).encode()])
+    record = lines.write_file(folder / LOOP, [json.dumps(content.loop).encode()])
     durable.write_manifest(folder, {LOOP: record})
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cohort.errors import RunFolderError
-from cohort.runs.durable import MANIFEST, check_whole, recover, replaced, write_file, write_manifest
+from cohort.runs.durable import MANIFEST, check_whole, recover, replaced, write_manifest
+from cohort.runs.lines import write_file
 
 
 def whole_folder(path):

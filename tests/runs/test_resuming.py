@@ -118,7 +118,7 @@ def test_resume_starts_a_run_without_a_checkpoint_again(whole, project):
     assert Path("out/notes.md").read_text() == "mine"
 
 
-@pytest.mark.parametrize("left", ["summary.json", "merged", "best", "step-2.broken", "step-2.pickled"])
+@pytest.mark.parametrize("left", ["summary.json", "merged", "best", "step-2.broken"])
 def test_a_run_whose_checkpoints_were_removed_is_not_started_again(project, capsys, left):
     """To save disk, say: what it has beside them is not to be lost."""
     shutil.rmtree("out/checkpoints")

@@ -131,7 +131,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_broken_one(run, make, tmp_pa
     [
         ("metrics.jsonl", b'{"step": 1}\n{"step": 2', "line 2 is damaged"),
         ("metrics.jsonl", b'{"step": 1}\n{"step": 3}\n', "line 2 is of step 3; the line before it is of step 1"),
-        ("metrics.jsonl", b"[1]\n", "line 1 is damaged"),
+        ("metrics.jsonl", b"[1]\n", "line 1, is damaged"),
         ("summary.json", b"{", "Expecting property name"),
         ("config.toml", b"[", "Invalid initial character"),
         ("rollouts/step-2.parquet", None, "CRC checksum verification failed"),

@@ -1,10 +1,13 @@
 """Copies of a sequence are computed once, with the gradient and the numbers of each by itself."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from cohort.objective import PRESETS
+from cohort.parallel import World
 from cohort.policy import Policy
 from cohort.rewards.scores import Scores
 from cohort.train import assign_advantages, lay_out, packs, part_of, sharing
@@ -56,6 +59,23 @@ def test_a_pass_has_the_rows_of_copies_once():
     assert micro.at_tokens(torch.arange(11)).tolist() == micro.index_N.tolist()
     assert other.summed(torch.arange(14.0)).tolist() == [0 + 2 + 4, 1 + 3 + 5, *range(6, 14)]
     assert not any(pack.copies for pack in packs(batch, part, 15, distinct=False))
+
+
+def test_ranks_divide_what_is_computed():
+    """A prompt whose eight completions are copies costs less than one with two: the two are on different ranks."""
+    numbers = np.random.default_rng(0).integers(1, 30, (5, 20)).tolist()
+    groups = [
+        Group(Prompt(p, p, (p, 2), "", "", {}), tuple(completion(numbers[n]) for n in some))
+        for p, some in enumerate([[0] * 8, [1, 2], [3, 4]])
+    ]
+    batch, policy = lay_out(groups, CPU), Policy(tiny_llama().double(), DOUBLE)
+    context = SimpleNamespace(policy=policy, world=World(0, 2))
+    shared = sharing.share(context, batch, all_sequences(batch))
+    assert sorted(part.num_sequences for part in shared.parts) == [2, 10]
+    assert shared.load == pytest.approx(1.2, abs=0.03)  # 60 of 100 tokens and their prompts
+    policy.dropout = True  # of each copy's own
+    shared = sharing.share(context, batch, all_sequences(batch))
+    assert sorted(part.num_sequences for part in shared.parts) == [4, 8]
 
 
 @pytest.mark.parametrize("supports", [False, True])

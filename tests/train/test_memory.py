@@ -63,8 +63,9 @@ def test_the_prediction_of_a_completion_in_pieces():
     budget = find_budget(policy, 256, 16, 4096)
     assert "passes of at most 256 tokens, longer completions in pieces of 256; the largest" in budget.describe()
     measured = peak_bytes(policy, 16, 4096, most_tokens=256)
-    # The prediction is a straight line through completions of 256 and 512 tokens in smaller pieces.
-    assert measured == pytest.approx(budget.predicted_bytes, rel=0.15)
+    # The prediction is a straight line through completions of 256 and 512 tokens in smaller pieces. Attention's copies
+    # are part of its slope, but grow up to 2,048 keys only: the prediction errs on the safe side.
+    assert 0.95 * measured < budget.predicted_bytes < 1.3 * measured
 
 
 def test_the_longest_completion_is_tried():

@@ -65,13 +65,11 @@ def test_copies_are_equal():
 
 
 def test_old_names_give_their_values_to_the_present_ones():
-    args = GRPOConfig(
-        "out", evaluation_strategy="epoch", no_cuda=True, vllm_max_model_len=64, vllm_importance_sampling_cap=2.0
-    )
-    assert (args.eval_strategy, args.use_cpu, args.vllm_max_model_length) == ("epoch", True, 64)
-    assert args.vllm_importance_sampling_clip_max == 2.0
+    args = GRPOConfig("out", vllm_importance_sampling_cap=2.0, use_transformers_paged=True)
+    assert (args.vllm_importance_sampling_clip_max, args.use_transformers_continuous_batching) == (2.0, True)
     assert GRPOConfig("out", warmup_ratio=0.1, warmup_steps=5).warmup_steps == 5
-    assert GRPOConfig("out", vllm_device="auto").vllm_device == "auto"
+    with pytest.raises(ConfigError, match="'evaluation_strategy'; did you mean eval_strategy"):
+        GRPOConfig("out", evaluation_strategy="epoch")
 
 
 @each(

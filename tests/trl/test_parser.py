@@ -43,11 +43,11 @@ def test_a_file_gives_defaults_and_flags_override_them(parser, tmp_path, monkeyp
     monkeypatch.setenv("TRL_TEST", "before")
     path = written(
         tmp_path,
-        "max_steps: 7\nwarmup_steps: 1e-1\nreward_weights: [1, 2]\ntorch_dtype: bfloat16\nenv: {TRL_TEST: 1}\n",
+        "max_steps: 7\nwarmup_steps: 1e-1\nreward_weights: [1, 2]\ndtype: bfloat16\nenv: {TRL_TEST: 1}\n",
     )
     _, training, model = parser.parse_args_and_config([f"--config={path}", "--bf16", "false"])
     assert training == Training(None, 7, 0.1, False, [1, 2])
-    assert (model.dtype, model.torch_dtype, os.environ["TRL_TEST"]) == ("bfloat16", "bfloat16", "1")
+    assert (model.dtype, os.environ["TRL_TEST"]) == ("bfloat16", "1")
     _, training, _ = parser.parse_args_and_config(["--max_steps", "9", "--config", path])
     assert training.max_steps == 9
 

@@ -264,14 +264,14 @@ def test_the_start_says_what_differs_in_this_run():
         warmup_steps=4,
         dataloader_num_workers=2,
         dataloader_prefetch_factor=2,
-        use_liger_loss=True,
+        overwrite_output_dir=True,
     )
     assert "groups stay whole: each update uses 1 group of 8 completions" in several
     assert "8 updates use a rollout" in several
     assert "max_steps 20 ends within a rollout, which is used in full: 24 updates" in several
     assert "update k of 4 has k/4 of the rate" in several
     assert "without effect: dataloader_num_workers, dataloader_prefetch_factor (prompts come from no" in several
-    assert "without effect: use_liger_loss" in several
+    assert "without effect: overwrite_output_dir" in several
     assert "not with every checkpoint" in said(push_to_hub=True)
     assert "checkpoint" not in plain
 
@@ -280,7 +280,7 @@ def test_the_start_says_what_differs_in_this_run():
     ("fields", "words"),
     [
         ({"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex (use_vllm is False)"),
-        ({"vllm_guided_decoding_regex": "[0-9]+"}, "vllm_guided_decoding_regex (use_vllm is False)"),
+        ({"vllm_importance_sampling_cap": 2.0}, "vllm_importance_sampling_cap (use_vllm is False)"),
         ({"loss_type": "sapo", "delta": 3.0}, "delta (loss_type has no second bound)"),
         (
             {"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 9, "vllm_model_impl": "transformers"},

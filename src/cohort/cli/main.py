@@ -34,7 +34,7 @@ from cohort.cli.app import app
 from cohort.errors import STOPPED, CohortError, RankError, StepError, Stopped, TrackerError
 from cohort.watchdog import dumps_on_quit, save_signal_ignored
 
-PIPE_CLOSED = 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
+PIPE_CLOSED = 128 + signal.SIGPIPE
 """Exit code for a closed pipe, as of other programs."""
 
 

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 class _Outlasting:
-    """A text stream. What is written after its reader has gone is lost, and the writer goes on."""
+    """A text stream that drops what is written after its reader has gone, so that the writer goes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -43,7 +43,7 @@ class _Outlasting:
 
 @contextmanager
 def output_outlasted() -> Iterator[None]:
-    """While the block runs, a closed standard output is no error: it is said once on standard error."""
+    """While the block runs, a closed standard output is not an error but a message on standard error, printed once."""
     before = sys.stdout
     if before is None:  # Python was started without one
         yield

@@ -21,15 +21,15 @@ def save(run: str, /, *, timeout: float = 600.0) -> None:
     """
     from cohort.lock import is_written
     from cohort.runs.folder import RunFolder
-    from cohort.runs.save_request import request_save, save_answered
 
     folder = RunFolder(Path(run).expanduser())
     folder.check_is_run()
     last = (f"its last checkpoint is of step {step}" for step in reversed(folder.checkpoint_steps()))
     if folder.has_summary:
         raise RunFolderError(f"{run} is complete: {next(last, 'it has no checkpoint')}")
-    file, until = request_save(folder.path), time.monotonic() + timeout
+    file, until = folder.save_request, time.monotonic() + timeout
     try:
+        file.touch()
         while file.exists():
             if not is_written(folder.path):
                 raise RunFolderError(f"no process writes {run}: {next(last, 'it has no checkpoint')}")
@@ -37,5 +37,5 @@ def save(run: str, /, *, timeout: float = 600.0) -> None:
                 raise RunFolderError(f"no run has answered in {run} for {timeout:g} s: is it running? (--timeout)")
             time.sleep(POLL_SECONDS)
     finally:
-        save_answered(folder.path)  # also if nobody has
+        file.unlink(missing_ok=True)  # also if no run has answered
     print(f"{folder.checkpoint(folder.checkpoint_steps()[-1])} is written")

@@ -1,4 +1,4 @@
-"""What this account has done, outside of any run folder: a run folder can come from anybody."""
+"""Records of what this account has run. They lie outside of run folders, which may come from strangers."""
 
 from __future__ import annotations
 

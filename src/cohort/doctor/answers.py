@@ -1,6 +1,6 @@
 """Whether reward functions tell right answers from wrong ones: tried on made completions of rows whose answer is known.
 
-How a completion is to write its answer is the function's secret, so a right answer is tried in several forms. A wrong
+Only the function knows how a completion must write its answer, so a right answer is tried in several forms. A wrong
 answer is that of another row in the same form, or a refusal.
 """
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cohort.doctor.finding import Check, Finding, duration, size
+from cohort.doctor.finding import Check, Finding, size
+from cohort.report.words import duration
 
 NEAR_MEMORY, NEAR_DISK = 0.8, 0.9
 """Shares of the free memory and disk that are close to all of it: predictions of memory were off by up to 15%."""

@@ -92,18 +92,6 @@ def summary(findings: Sequence[Finding]) -> str:
     return ", ".join(f"{count} {status}" for count, status in counts if count)
 
 
-def duration(seconds: float) -> str:
-    """Seconds in words with two significant digits.
-
-    >>> duration(0.0123), duration(42), duration(5000), duration(200_000)
-    ('0.012 s', '42 s', '1.4 h', '2.3 days')
-    """
-    for unit, name, most in ((1, "s", 100), (60, "min", 60 * 60), (3600, "h", 48 * 3600)):
-        if seconds < most:
-            return f"{_two_digits(seconds / unit)} {name}"
-    return f"{_two_digits(seconds / 86400)} days"
-
-
 def size(count: float) -> str:
     """Bytes in words with two significant digits.
 

@@ -1,4 +1,4 @@
-"""What is known of a run without sampling: the short form before every run."""
+"""The checks that need no sampling. Every run makes them at its start."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def existing_parent(path: Path) -> Path:
 CHECKS: Mapping[str, Callable[[Run], list[Finding]]] = {
     one.__name__: one for one in (columns, prompts, lengths, text, ends, schedule, sampling, optimizer, memory)
 }
-"""The checks of the short form, by name."""
+"""The checks that need no sampling, by name."""
 
 
 def problem_lines(trainer: Trainer) -> list[str]:

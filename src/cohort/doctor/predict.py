@@ -12,8 +12,8 @@ from cohort.doctor.cost import Disk, Time, kept_of, times_due
 from cohort.doctor.known import Run, existing_parent
 from cohort.doctor.trial import Trial
 from cohort.policy import adapter_weights, has_adapters
-from cohort.runs.durable import write_file
 from cohort.runs.folder import RunFolder
+from cohort.runs.lines import write_file
 from cohort.runs.tensors import named_weights
 
 CHUNK, MOST_CHUNKS = 2**23, 8

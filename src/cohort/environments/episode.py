@@ -125,11 +125,12 @@ class EpisodeBatch:
 
     def run(self) -> list[Group]:
         """Play every episode to its end."""
+        seeds = [self._key.environment_seed(prompt.uid) for prompt in self._prompts]
         for episode in self._episodes:
             episode.started = time.perf_counter()
-            seed = self._key.environment_seed(self._prompts[episode.prompt_index].uid)
             self._running[episode] = None
-            begin = partial(self._host.begin, episode, self._prompts[episode.prompt_index], seed)
+            number = episode.prompt_index
+            begin = partial(self._host.begin, episode, self._prompts[number], seeds[number])
             self._ask(episode, begin, self._begun)
         # Memory is allocated for the trajectories that the engine knows, so it waits for what can begin now.
         can_begin = min(self._settings.max_environments, len(self._episodes))

@@ -32,7 +32,7 @@ class Best:
     evaluations_since: int = 0
     """Number of evaluations since then."""
     ahead: tuple[int, float] | None = None
-    """Step and value of the model in ``best/``, if it is not the one of ``step``."""
+    """Step and value of the model in ``best/``, if it is not that of ``step``."""
     warned: bool = False
     """Whether a warning about a missing metric was given."""
 

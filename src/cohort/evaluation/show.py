@@ -15,8 +15,7 @@ from rich.table import Table
 
 from cohort.config import GRPOConfig, hide_secrets
 from cohort.evaluation.evaluate import NOT_PROPORTIONS, Evaluation, Evaluator, Success, eval_sampling, prefix
-from cohort.runs.durable import write_atomically
-from cohort.runs.lines import as_json
+from cohort.runs.lines import as_json, write_atomically
 from cohort.statistics import Comparison, Estimate, compare
 
 Evaluations = Mapping[str, Evaluation]

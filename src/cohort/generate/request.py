@@ -227,13 +227,13 @@ def read_rows(request: Request) -> list[Row]:
 
 
 def _in_template(text: str, template: str | None) -> str:
-    """A text prompt in the run's template. Where the template has not one column, the text is the whole prompt."""
+    """A text prompt in the run's template. If the template has no column or several, the text is the whole prompt."""
     columns = columns_of(template or "")
     return filled(template, {columns[0]: text}, "the command line") if template and len(columns) == 1 else text
 
 
 def note_on_template(request: Request) -> str:
-    """That a text prompt is not put into the run's template, and why; empty where it is, or where there is none."""
+    """A note that text prompts do not use the run's template, and why; empty if they do or there is no template."""
     template, are_texts = request.settings.data.prompt_template, Path(request.prompts or "-.txt").suffix == ".txt"
     columns = columns_of(template or "")
     if template is None or request.prompt_column is not None or len(columns) == 1 or not are_texts:

@@ -28,6 +28,7 @@ from cohort.generate.request import (
 from cohort.generate.show import InOrder, Meter, TextStream, headline, record, transcript, write_stdout
 from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
+from cohort.rollout.checks import describe_end_tokens
 from cohort.runs.chosen import model_of, run_of
 from cohort.runs.lines import as_json
 from cohort.types import Completion, FinishReason, Group
@@ -198,7 +199,8 @@ class Job:
         if shortest.forced_ids:
             parts.append(f"prefix {self.request.prefix!r} ({len(shortest.forced_ids)} tokens)")
         parts.append(f"seed {self.request.random_seed}")
-        return "\n".join([engine.describe_model(), f"sampling: {', '.join(parts)}", engine.describe_ends()])
+        ends = describe_end_tokens(engine.tokenizer, engine.end_token_ids)
+        return "\n".join([engine.describe_model(), f"sampling: {', '.join(parts)}", ends])
 
     def _log(self, text: str) -> None:
         if not self.request.quiet:

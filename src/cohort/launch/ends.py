@@ -33,7 +33,7 @@ class End:
     error: str | None = None
     """An exception that nothing caught: its type and text."""
     noted: bool = True
-    """Whether the rank has left this itself. It cannot if a signal or ``os._exit`` ends it."""
+    """Whether the rank wrote this itself. A rank that a signal or ``os._exit`` ends cannot."""
 
 
 def note_path(notes: Path, rank: int) -> Path:

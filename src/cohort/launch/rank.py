@@ -83,7 +83,7 @@ def _print_to(log: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     log.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)

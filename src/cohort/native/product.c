@@ -39,18 +39,24 @@ INLINE void tile(const int n, const int wide, const float *x, const float *const
         const int64_t end = sooner(from + DEPTH, in);
         vec part[OUTPUTS] = {0};
         for (int64_t k = from; k < end; k++) {
-            vec rows[2];
+            /* Not an array: gcc would keep that in memory. */
+            const vec first = load(x, k * PAIR, 0), second = wide > 1 ? load(x, k * PAIR + LANES, 0) : first;
             if (next && k % STRIDE == 0)
                 for (int i = 0; i < n; i++) __builtin_prefetch(next + i * in + k);
-            UNROLL_ALL for (int w = 0; w < wide; w++) rows[w] = load(x, k * PAIR + w * LANES, 0);
             UNROLL_ALL for (int i = 0; i < n; i++) {
                 const vec weight = all(weights[i][k]);
-                UNROLL_ALL for (int w = 0; w < wide; w++)
-                    part[i * wide + w] = multiply_add(weight, rows[w], part[i * wide + w]);
+                part[i * wide] = multiply_add(weight, first, part[i * wide]);
+                if (wide > 1) part[i * wide + 1] = multiply_add(weight, second, part[i * wide + 1]);
             }
         }
         UNROLL_ALL for (int i = 0; i < OUTPUTS; i++) total[i] += part[i];
     }
+}
+
+/* Sums of LANES rows to `n` outputs of each row. */
+INLINE void turn_back(const int n, const vec *total, int64_t step, int64_t rows, float *y, int64_t stride) {
+    for (int64_t r = 0; r < rows; r++)
+        UNROLL_ALL for (int i = 0; i < n; i++) y[r * stride + i] = ((const float *)(total + i * step))[r];
 }
 
 static void panel(void *what, int64_t number, int thread) {
@@ -65,16 +71,21 @@ static void panel(void *what, int64_t number, int thread) {
     for (int64_t row = 0; row < p->rows; row += PAIR) {
         const float *next = row || first + 2 * OUTPUTS > part[2] ? 0 : matrix + (first + OUTPUTS) * p->in;
         const float *x = p->turned + row * p->in;
-        const int both = row + LANES < p->rows;
-        for (int64_t from = 0; from < count; from += both ? half : OUTPUTS) {
+        const int wide = row + LANES < p->rows ? 2 : 1;
+        for (int64_t from = 0; from < count; from += wide > 1 ? half : OUTPUTS) {
             vec total[OUTPUTS];
-            if (both) tile(OUTPUTS / 2, 2, x, weights + from, next ? next + from * p->in : 0, p->in, total);
+            if (wide > 1) tile(OUTPUTS / 2, 2, x, weights + from, next ? next + from * p->in : 0, p->in, total);
             else tile(OUTPUTS, 1, x, weights, next, p->in, total);
-            const int64_t width = both ? PAIR : LANES, found = sooner(count - from, both ? half : OUTPUTS);
-            for (int64_t r = 0; r < sooner(width, p->rows - row); r++)
-                for (int64_t i = 0; i < found; i++)
-                    p->y[(row + r) * p->out + before + first + from + i] =
-                        ((const float *)total)[i * width + r] + (bias ? bias[first + from + i] : 0);
+            const int64_t found = sooner(count - from, OUTPUTS / wide);
+            if (bias)
+                for (int64_t i = 0; i < found * wide; i++) total[i] += bias[first + from + i / wide];
+            for (int w = 0; w < wide; w++) {
+                const int64_t top = row + w * LANES, rows = sooner(LANES, p->rows - top);
+                float *y = p->y + top * p->out + before + first + from;
+                if (found == OUTPUTS / 2) turn_back(OUTPUTS / 2, total + w, wide, rows, y, p->out);
+                else
+                    for (int64_t i = 0; i < found; i++) turn_back(1, total + i * wide + w, 1, rows, y + i, p->out);
+            }
         }
     }
 }

@@ -10,7 +10,8 @@
 #pragma once
 #include "vectors.h"
 
-#define TILE 8 /* maximum number of queries for which keys are read once */
+#define TILE 8   /* maximum number of queries for which keys are read once */
+#define NEAR 256 /* tokens that stay in the nearest caches while further queries read them; a multiple of 4 LANES */
 
 typedef struct {
     int64_t width, padded; /* head dimension, and the next multiple of LANES, as which it is stored */
@@ -28,7 +29,7 @@ INLINE int64_t score_tile(const int n, const int deep, const float *q, const voi
             vec k[4]; /* one factor of all sums, and one of the other at a time: more would not fit the registers */
             UNROLL for (int b = 0; b < deep; b++) k[b] = load(keys, (block + b) * size + d * LANES, half);
             UNROLL for (int i = 0; i < n; i++) {
-                const vec one = all(q[i * s->padded + d]);
+                const vec one = all_bits(q + i * s->padded + d);
                 UNROLL for (int b = 0; b < deep; b++)
                     total[i * deep + b] = add_product(one, k[b], total[i * deep + b], half);
             }
@@ -40,8 +41,8 @@ INLINE int64_t score_tile(const int n, const int deep, const float *q, const voi
 }
 
 /* Computes enough sums at a time to keep the multipliers busy. */
-INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end, float *scores,
-                  int64_t stride, const int half) {
+INLINE void score_near(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end,
+                       float *scores, int64_t stride, const int half) {
     int64_t rest;
     for (; n >= 8; n -= 8, q += 8 * s->padded, scores += 8 * stride)
         score_tile(8, 1, q, keys, s, block, end, scores, stride, half);
@@ -59,6 +60,13 @@ INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, i
     }
 }
 
+/* q k^T of `n` queries for the blocks of keys from `block` to `end`. */
+INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, int64_t block, int64_t end, float *scores,
+                  int64_t stride, const int half) {
+    for (; block < end; block += NEAR / LANES)
+        score_near(n, q, keys, s, block, sooner(block + NEAR / LANES, end), scores, stride, half);
+}
+
 /* out += weights values, for `n` queries, `wide` vectors of D at a time, over the tokens from `from` to `end`. */
 INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t stride, const void *values,
                      const shape *s, int64_t from, int64_t end, float *out, const int half) {
@@ -69,7 +77,7 @@ INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t 
             vec v[4];
             UNROLL for (int w = 0; w < wide; w++) v[w] = load(values, t * s->padded + d + w * LANES, half);
             UNROLL for (int i = 0; i < n; i++) {
-                const vec one = all(weights[i * stride + t]);
+                const vec one = all_bits(weights + i * stride + t);
                 UNROLL for (int w = 0; w < wide; w++)
                     total[i * wide + w] = add_product(one, v[w], total[i * wide + w], half);
             }
@@ -79,8 +87,8 @@ INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t 
 }
 
 /* Computes enough vectors at a time to keep the multipliers busy. */
-INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *values, const shape *s, int64_t from,
-                int64_t end, float *out, const int half) {
+INLINE void mix_near(int64_t n, const float *weights, int64_t stride, const void *values, const shape *s, int64_t from,
+                     int64_t end, float *out, const int half) {
     const int64_t vectors = s->padded / LANES;
     for (; n >= 4; n -= 4, weights += 4 * stride, out += 4 * s->padded)
         if (vectors % 2 == 0) mix_tile(4, 2, weights, stride, values, s, from, end, out, half);
@@ -92,6 +100,13 @@ INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *val
         if (vectors % 4 == 0) mix_tile(1, 4, weights, stride, values, s, from, end, out, half);
         else if (vectors % 2 == 0) mix_tile(1, 2, weights, stride, values, s, from, end, out, half);
         else mix_tile(1, 1, weights, stride, values, s, from, end, out, half);
+}
+
+/* out += weights values, for `n` queries and the tokens from `from` to `end`. */
+INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *values, const shape *s, int64_t from,
+                int64_t end, float *out, const int half) {
+    for (; from < end; from += NEAR)
+        mix_near(n, weights, stride, values, s, from, sooner(from + NEAR, end), out, half);
 }
 
 /* target[t] += sum over `queries` queries of weights[i][t] rows[i], for `count` tokens from `t` on, `wide` vectors of D at a
@@ -106,7 +121,7 @@ INLINE void fold_tile(const int count, const int wide, const float *weights, int
             vec row[2];
             UNROLL_ALL for (int w = 0; w < wide; w++) row[w] = load(rows, i * padded + d + w * LANES, 0);
             UNROLL_ALL for (int n = 0; n < count; n++) {
-                const vec one = all(weights[i * stride + t + n]);
+                const vec one = all_bits(weights + i * stride + t + n);
                 UNROLL_ALL for (int w = 0; w < wide; w++)
                     total[n * wide + w] = add_product(one, row[w], total[n * wide + w], half);
             }
@@ -115,10 +130,11 @@ INLINE void fold_tile(const int count, const int wide, const float *weights, int
     }
 }
 
-INLINE void fold(const float *weights, int64_t stride, const float *rows, int64_t padded, int64_t queries, int64_t end,
-                 float *target, const int half) {
+/* The same for the tokens from `from` to `end`. */
+INLINE void fold(const float *weights, int64_t stride, const float *rows, int64_t padded, int64_t queries, int64_t from,
+                 int64_t end, float *target, const int half) {
     const int odd = padded / LANES % 2;
-    int64_t t = 0;
+    int64_t t = from;
     for (; t + 6 <= end; t += 6)
         if (odd) fold_tile(6, 1, weights, stride, rows, padded, queries, t, target, half);
         else fold_tile(6, 2, weights, stride, rows, padded, queries, t, target, half);

@@ -47,6 +47,14 @@ void cohort_set_threads(parallel_fn *parallel, thread_fn *number, thread_fn *cou
 
 int cohort_lanes(void) { return LANES; }
 
+/* Whether products in bfloat16 are those of the processor's units for it. */
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+int cohort_has_pairs(void) { return HAS_PAIRS; }
+
 typedef struct {
     void (*work)(void *what, int64_t item, int thread);
     void *what;
@@ -116,25 +124,40 @@ INLINE int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t sooner(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE vec all(float x) { return x - (vec){0}; }
 INLINE vec multiply_add(vec a, vec b, vec c) { return (vec)FUSED(a, b, c); }
+INLINE vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+
+INLINE float sum(vec x) {
+    float total[LANES];
+    memcpy(total, &x, sizeof total);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) total[i] += total[i + width];
+    return total[0];
+}
+
+INLINE float highest(vec x) {
+    float top = x[0];
+    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
 /* ---- words of two bfloat16 numbers, which the processor may multiply and add at once: the first is the lower half */
 
 #define PAIRS 2 /* as `half` */
-#if defined(__AVX512BF16__)
-#define HAS_PAIRS 1
-#else
-#define HAS_PAIRS 0
-#endif
 
-/* total + the products of both numbers if `half` is PAIRS, else total + a b. */
+/* One number of 32 bits, whatever it is, in all lanes. */
+INLINE vec all_bits(const float *from) {
+    int32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return (vec)(bits - (ivec){0});
+}
+
+/* total + the products of both numbers of words if `half` is PAIRS, else total + a b. */
 INLINE vec add_product(vec a, vec b, vec total, const int half) {
-    if (half != PAIRS) return multiply_add(a, b, total);
 #if HAS_PAIRS
-    return (vec)_mm512_dpbf16_ps(total, (__m512bh)a, (__m512bh)b);
-#else
-    const ivec low = (ivec){0} - 65536;
-    total = multiply_add((vec)((uvec)a << 16), (vec)((uvec)b << 16), total);
-    return multiply_add((vec)((ivec)a & low), (vec)((ivec)b & low), total);
+    if (half == PAIRS) return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
 #endif
+    (void)half;
+    return multiply_add(a, b, total);
 }
 
 /* Numbers as bfloat16 from `index` on, in words of neighbours. Denormal ones may become 0. */
@@ -159,21 +182,7 @@ INLINE vec pair(vec first, vec second) {
 #endif
 }
 
-INLINE vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
-
-INLINE float sum(vec x) {
-    float total[LANES];
-    memcpy(total, &x, sizeof total);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) total[i] += total[i + width];
-    return total[0];
-}
-
-INLINE float highest(vec x) {
-    float top = x[0];
-    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
-    return top;
-}
+/* ---- functions */
 
 /* exp (Cephes' expf), accurate to 2 units in the last place. 0 and infinity beyond float32's range; NaN for NaN. */
 INLINE vec exponential(vec x) {

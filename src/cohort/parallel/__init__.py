@@ -13,10 +13,10 @@ from cohort.parallel.world import World
 if TYPE_CHECKING:
     from cohort.parallel.choose import layout_of
     from cohort.parallel.full import Full
-    from cohort.parallel.layout import Layout, Replicate
+    from cohort.parallel.layout import Layout
     from cohort.parallel.sharded import Sharded
 
-_MODULES = {"Full": "full", "Layout": "layout", "Replicate": "layout", "Sharded": "sharded", "layout_of": "choose"}
+_MODULES = {"Full": "full", "Layout": "layout", "Sharded": "sharded", "layout_of": "choose"}
 
 
 def __getattr__(name: str) -> Any:

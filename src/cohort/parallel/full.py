@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.errors import ConfigError, ModelError
-from cohort.parallel.layout import trainable
+from cohort.parallel.layout import Layout
 from cohort.parallel.sharded import clip_sharded, rank_mesh
 from cohort.parallel.world import World
 
@@ -56,7 +56,7 @@ def class_before_sharding(module: nn.Module) -> type:
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
-class Full:
+class Full(Layout):
     """See the module. Weights are gathered in the dtype that they are trained in.
 
     Raises:
@@ -73,7 +73,7 @@ class Full:
                 f"parallel.layout 'full' needs PyTorch 2.13 or later, and this is {torch.__version__}: update it, or "
                 "set parallel.layout to 'optimizer'"
             )
-        self.world = world
+        super().__init__(world)
         self._layers: dict[int, list[Any]] = {}
 
     def shard(self, model: nn.Module) -> None:
@@ -96,19 +96,12 @@ class Full:
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         self._layers[id(model)] = layers
 
-    def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """See ``Layout``."""
-        return trainable(model)
-
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See ``Layout``. The passes have done it."""
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See ``Layout``."""
         return clip_sharded(parameters, max_norm)
-
-    def stepped(self) -> None:
-        """See ``Layout``. The next pass gathers the new weights."""
 
     @contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:

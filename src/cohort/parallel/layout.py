@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,16 @@ BUCKET_BYTES = 64 * 2**20
 """Gradients and weights travel in pieces of this size: few enough messages, little memory."""
 
 
-class Layout(Protocol):
-    """How the ranks hold what is trained."""
+class Layout:
+    """How the ranks hold what is trained. This class is ``replicate``: every rank holds everything, gradients are added
+    up after the passes, and each rank makes the same step."""
 
-    world: World
-    passes_exchange: bool
+    passes_exchange = False
     """Whether forward and backward passes exchange weights, so that every rank must make the same number of them, and
     a rank cannot stop in the middle of them."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world or World()
 
     def shard(self, model: nn.Module) -> None:
         """Divide a loaded model over the ranks, in place: after the reference was copied from it, before the optimizer
@@ -34,41 +36,12 @@ class Layout(Protocol):
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """What the optimizer steps, by the names of the model's parameters: the parameters that require a gradient, or
         this rank's shards of them. Called once, after ``shard``."""
-
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add up the gradients of all ranks, in place, after every rank has made its passes. A rank that made none has
-        no gradients; a parameter that has none on any rank keeps none."""
-
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale the summed gradients to a norm of at most ``max_norm``, in place; returns the norm before, the same on
-        every rank."""
-
-    def stepped(self) -> None:
-        """Let every rank have the weights that the optimizer's step has changed."""
-
-    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block in which every rank has the model's whole weights: to sample, evaluate, save. Entered on every
-        rank."""
-
-
-class Replicate:
-    """Every rank holds everything. Gradients are added up after the passes; each rank makes the same step."""
-
-    passes_exchange = False
-
-    def __init__(self, world: World | None = None) -> None:
-        self.world = world or World()
-
-    def shard(self, model: nn.Module) -> None:
-        """See ``Layout``."""
-
-    def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """See ``Layout``."""
         return trainable(model)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See ``Layout``."""
+        """Add up the gradients of all ranks, in place, after every rank has made its passes. A rank that made none has
+        no gradients; a parameter that has none on any rank keeps none."""
         if self.world.size == 1:
             return
         known = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
@@ -83,14 +56,16 @@ class Replicate:
                     parameter.grad.copy_(grad.view_as(parameter))
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See ``Layout``."""
+        """Scale the summed gradients to a norm of at most ``max_norm``, in place; returns the norm before, the same on
+        every rank."""
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def stepped(self) -> None:
-        """See ``Layout``."""
+        """Let every rank have the weights that the optimizer's step has changed."""
 
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
-        """See ``Layout``."""
+        """A block in which every rank has the model's whole weights: to sample, evaluate, save. Entered on every
+        rank."""
         return nullcontext()
 
 

@@ -12,7 +12,6 @@ end, as in ``torch.chunk`` and FSDP2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cohort.errors import ModelError
-from cohort.parallel.layout import buckets, trainable
+from cohort.parallel.layout import Layout, buckets, trainable
 from cohort.parallel.world import World
 
 
@@ -66,17 +65,12 @@ class Shard:
         return self.rows * self.whole.shape[1:].numel()
 
 
-class Sharded:
+class Sharded(Layout):
     """See the module."""
 
-    passes_exchange = False
-
     def __init__(self, world: World) -> None:
-        self.world = world
+        super().__init__(world)
         self._shards: list[Shard] = []
-
-    def shard(self, model: nn.Module) -> None:
-        """See ``Layout``. The model stays whole."""
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """See ``Layout``."""
@@ -116,10 +110,6 @@ class Sharded:
             for shard, pieces in zip(shards, everyone.split([shard.width for shard in shards], dim=1), strict=True):
                 weight = shard.whole
                 weight.copy_(pieces.reshape(-1, *weight.shape[1:])[: len(weight)])
-
-    def whole(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
-        """See ``Layout``."""
-        return nullcontext()
 
 
 def rank_mesh(world: World, model: nn.Module) -> Any:

@@ -33,11 +33,9 @@ from cohort.policy.device import kind_of
 from cohort.policy.flash import add_sinks, can_flash, flash_attention, sinks_gradient
 from cohort.policy.layout import NEVER, Continuation, Layout, Work
 
-NATIVE_KEYS = 4096
-"""The native kernel copies all keys of a sequence, and torch's kernel works on blocks of them: from here on it is the
-faster one (1,024 queries and 15,360 keys of 14 heads of width 64, forward and backward: 3.2 s instead of 7.8 s)."""
-BLOCK = 4096
-"""Keys of a prefix that torch's kernel gets at a time: masks and gradients of all would grow with the prefix."""
+BLOCK = 2048
+"""Keys of a sequence that the native kernel copies at a time, and keys of a prefix that torch's kernel gets at a time:
+copies, masks and gradients of all would grow with the sequence, and leave the cache."""
 
 
 def packed_attention(
@@ -103,8 +101,8 @@ def packed_attention(
 
 
 def _suits_native(layout: Layout, kv_heads: int) -> bool:
-    """Whether no sequence is too long for the native kernel, and each thread has an item of its work."""
-    return layout.longest <= NATIVE_KEYS and len(layout.work.items) * kv_heads >= torch.get_num_threads()
+    """Whether each thread has an item of the native kernel's work."""
+    return len(layout.work.items) * kv_heads >= torch.get_num_threads()
 
 
 def kernel_dtype(like: Tensor) -> torch.dtype:
@@ -132,12 +130,14 @@ class _Native(torch.autograd.Function):
     ) -> Tensor:
         ctx.dtypes, ctx.rest = [part.dtype for part in given if part is not None], (work, scaling, window)
         tensors = *_by_token(*given[:3]), *_by_token(*given[3:])
-        out = _zeros_after(tensors[0], _written(work))
+        wide = torch.float32 if work.longest > BLOCK else None  # outputs of blocks add up in memory
+        out = _zeros_after(tensors[0], _written(work), wide)
         lse = out.new_zeros(out.shape[:2], dtype=torch.float32)
         _attend_natively(ctx.rest, tensors, out=out, lse=lse)
         if sinks is not None:
             add_sinks(out, lse, sinks)
         ctx.save_for_backward(*tensors, out, lse, sinks)
+        ctx.leaves = _leaves(*given[3:])
         return out.transpose(0, 1).to(ctx.dtypes[2])
 
     @staticmethod
@@ -145,15 +145,20 @@ class _Native(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse, sinks = ctx.saved_tensors
         work, *_ = ctx.rest
-        (grad,) = _by_token(grad.to(out.dtype))
-        grads = [_zeros_after(part, _written(work)) for part in tensors[:3]]
-        if tensors[3] is not None:
+        (grad,) = _by_token(grad.to(tensors[0].dtype))
+        grads = [_zeros_after(part, _written(work)) for part in (out, *tensors[1:3])]
+        in_place = work.slots == 1 and bool(ctx.leaves) and all(_adds_up(leaf.grad) for leaf in ctx.leaves)
+        if in_place:  # as below in _TwoPart
+            grads += [leaf.grad.transpose(0, 1)[None] for leaf in ctx.leaves]
+        elif tensors[3] is not None:
             grads += [out.new_zeros(work.slots, *tensors[3].shape, dtype=torch.float32) for _ in range(2)]
         names = ("grad_q", "grad_k", "grad_v", "grad_prefix_k", "grad_prefix_v")
         named = dict(zip(names, grads, strict=False))
         _attend_natively(ctx.rest, tensors, out=out, lse=lse, grad_out=grad, **named)
-        summed = [*grads[:3], *(part[0] if len(part) == 1 else part.sum(0) for part in grads[3:])]
-        found = [part.transpose(0, 1).to(dtype) for part, dtype in zip(summed, ctx.dtypes, strict=True)]
+        of_prefix = [] if in_place else [part[0] if len(part) == 1 else part.sum(0) for part in grads[3:]]
+        found = [
+            part.transpose(0, 1).to(dtype) for part, dtype in zip([*grads[:3], *of_prefix], ctx.dtypes, strict=False)
+        ]
         grad_sinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks).sum(0).to(sinks.dtype)
         return None, None, None, grad_sinks, *found, *([None] * (5 - len(found)))
 
@@ -170,18 +175,29 @@ def _written(work: Work) -> int:
     return work.tokens if work.drawn_before is None else 0
 
 
-def _zeros_after(like: Tensor, count: int) -> Tensor:
+def _zeros_after(like: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor with zeros from index ``count`` on."""
-    made = torch.empty_like(like)
+    made = torch.empty_like(like, dtype=dtype)
     made[count:] = 0
     return made
+
+
+def _leaves(*prefix: Tensor | None) -> list[Tensor]:
+    """Keys and values of a prefix, if their gradients can be added to ``.grad``."""
+    leaves = [part for part in prefix if part is not None and part.requires_grad and part.is_leaf]
+    return leaves if len(leaves) == 2 else []
+
+
+def _adds_up(grad_AXD: Tensor | None) -> bool:
+    """Whether the native kernel can add to a gradient."""
+    return grad_AXD is not None and grad_AXD.dtype == torch.float32 and grad_AXD.transpose(0, 1).is_contiguous()
 
 
 def _attend_natively(settings: tuple[Work, float, int | None], tensors: Sequence[Any], **others: Tensor) -> None:
     """The kernel of attention.c, forward, or backward if there is a ``grad_out``; see ``_Native.forward``."""
     (work, scaling, window), (q, k, v, prefix_k, prefix_v) = settings, tensors
     (tokens, heads, width), kv_heads, threads = q.shape, k.shape[1], torch.get_num_threads()
-    require(q.dtype == k.dtype == v.dtype == others["out"].dtype, "queries, keys and values of one dtype")
+    require(q.dtype == k.dtype == v.dtype, "queries, keys and values of one dtype")
     require(k.shape == v.shape == (tokens, kv_heads, width), "keys and values of one width and number of tokens")
     require(heads % kv_heads == 0 and tokens >= work.tokens, "the heads and tokens of the layout")
     prefix = [part for part in (prefix_k, prefix_v) if part is not None]
@@ -191,20 +207,23 @@ def _attend_natively(settings: tuple[Work, float, int | None], tensors: Sequence
     library = load()
     library.cohort_attention_scratch.argtypes, library.cohort_attention_scratch.restype = [c_int64] * 3, c_int64
     padded = -(-width // library.cohort_lanes()) * library.cohort_lanes()
-    size = library.cohort_attention_scratch(work.longest, padded, "grad_out" in others)
+    capacity = min(work.longest, BLOCK)
+    wide = capacity < work.longest
+    require(others["out"].dtype == (torch.float32 if wide else q.dtype), "float32 where outputs of blocks add up")
+    size = library.cohort_attention_scratch(capacity, padded, "grad_out" in others)
     call(
         "packed_attention", q=q, k=k, v=v, prefix_k=prefix_k, prefix_v=prefix_v, sequences=work.sequences,
         items=work.items, drawn_before=work.drawn_before,
         scratch=q.new_empty(threads, size, dtype=torch.float32), item_count=len(work.items), kv_heads=kv_heads,
-        group=heads // kv_heads, width=width, padded=padded, longest=work.longest,
+        group=heads // kv_heads, width=width, padded=padded, capacity=capacity,
         prefix_tokens=len(prefix[0]) if prefix else 0, window=window or 0, scratch_size=size, threads=threads,
         scaling=scaling, **others,
     )  # fmt: skip
 
 
 def _by_token(*parts: Any) -> Sequence[Any]:
-    """``[heads, T, D]`` to contiguous ``[T, heads, D]``, in the widest dtype of the parts: rotation and adapters may
-    return some of them wider than others."""
+    """``[heads, T, D]`` to contiguous ``[T, heads, D]``, in the widest dtype of the parts (rotation and adapters may
+    return some of them wider than others)."""
     if parts[0] is None:
         return parts
     dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
@@ -247,8 +266,7 @@ class _TwoPart(torch.autograd.Function):
         out_ATD = out_ATD.to(out_dtype)
         ctx.save_for_backward(*given, out_ATD, lse_AT, sinks)
         ctx.rest = layout, scaling, window
-        leaves = [part for part in given[3:] if part is not None and part.requires_grad and part.is_leaf]
-        ctx.leaves = leaves if len(leaves) == 2 else []
+        ctx.leaves = _leaves(*given[3:])
         return out_ATD
 
     @staticmethod

@@ -19,6 +19,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from ctypes import byref, c_int64
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +39,15 @@ PLAIN = "grouped_mm"
 """The name of transformers' own, its default."""
 LIKE_ROWS = 32
 """In bfloat16, the number of rows of an expert is a multiple of this; see ``head.LIKE_SHAPES``."""
-FEW = {torch.float32: 128, torch.bfloat16: 16}
-"""In sampling, the native kernel multiplies the tokens of an expert up to this mean number. Products in bfloat16 are
-those of the processor's units for it, which the kernel does not use."""
+FEW = {torch.float32: 128, torch.bfloat16: 64}
+"""In sampling, the native kernel multiplies the tokens of an expert up to this mean number."""
+FEW_WIDENED = 16
+"""The same in bfloat16 where the kernel does not use the processor's units for it, and the library's products may."""
 PRODUCTS_OF_ONE_THREAD = 1 << 19
 """Up to this many multiplications, one thread is faster than several."""
-PROBE = 12.0
-"""Numbers up to this size show what a module's activation computes; with a limit, up to its double."""
+PROBE = 1e3
+"""Numbers up to this size, most of them small, show what a module's activation computes; with a limit, up to its
+double."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,9 @@ class Activation:
             float(getattr(module, name, getattr(module, f"swiglu_{name}", None)) or default)
             for name, default in (("alpha", 1.0), ("limit", math.inf))
         )
-        size = 2 * limit if math.isfinite(limit) else PROBE
-        probe = torch.linspace(-size, size, 128).view(16, 8).T.flip(0).reshape(4, 32)
+        curve = torch.linspace(-1, 1, 128)
+        probe = 2 * limit * curve if math.isfinite(limit) else (math.asinh(PROBE) * curve).sinh()
+        probe = probe.view(16, 8).T.flip(0).reshape(4, 32)
         try:
             expected = module._apply_gate(probe)
         except Exception:  # models bring their own code
@@ -138,8 +142,8 @@ def experts(module: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> 
         found: Tensor = grouped_mm_experts_forward(module, x_TH, index_TK, weights_TK)
         return found
     # Adapters are parametrizations of the module while it runs: prepared weights lack them.
-    prepared = None if torch.is_grad_enabled() or is_parametrized(module) else _PREPARED.get(module)
-    if prepared is not None and index_TK.numel() <= FEW[dtype] * module.num_experts:
+    prepared = None if torch.is_grad_enabled() or is_parametrized(module) else _PREPARED.get()
+    if prepared is not None and prepared.module is module and index_TK.numel() <= prepared.most * module.num_experts:
         return prepared(x_TH, index_TK, weights_TK)
     matrices = [module.gate_up_proj, module.down_proj]
     biases = [module.gate_up_proj_bias, module.down_proj_bias] if module.has_bias else [None, None]
@@ -175,6 +179,9 @@ class PreparedExperts:
         self.module, self._dtype = module, dtype
         self._library, self._call = load(), structure("few")(**activation.arguments)
         self._library.cohort_few_tokens.restype = None
+        widened = dtype == torch.bfloat16 and not self._library.cohort_has_pairs()
+        self.most = FEW_WIDENED if widened else FEW[dtype]
+        """Up to this mean number of tokens of an expert it is faster than the products of an update."""
         numbers = self._library.cohort_few_room
         numbers.argtypes, numbers.restype = [c_int64] * 4, c_int64
 
@@ -213,18 +220,15 @@ class PreparedExperts:
 
 @contextlib.contextmanager
 def used(prepared: PreparedExperts | None) -> Iterator[None]:
-    """Inside the block, the module of ``prepared`` computes few tokens with it. None: nothing changes."""
-    if prepared is None:
-        yield
-        return
-    _PREPARED[prepared.module] = prepared
+    """Inside the block, the module of ``prepared`` computes few tokens with it in this thread. None: no module does."""
+    before = _PREPARED.set(prepared)
     try:
         yield
     finally:
-        del _PREPARED[prepared.module]
+        _PREPARED.reset(before)
 
 
-_PREPARED: dict[Any, PreparedExperts] = {}
+_PREPARED: ContextVar[PreparedExperts | None] = ContextVar("prepared experts", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +348,9 @@ def _gradients(
     narrow = given.dtype != matrix.dtype
     for expert, start, end in route.spans:
         left, right = given[start:end], grads[start:end]
-        if narrow:
+        if narrow and of_matrix.stride(1) == 1:  # a copy across the order of its memory takes as long as the product
+            of_matrix[expert].T.copy_(right.T @ left)
+        elif narrow:
             of_matrix[expert] = left.T @ right
         else:
             torch.mm(left.T, right, out=of_matrix[expert])

@@ -25,10 +25,10 @@ from cohort.replay import compare, repeat, weights
 from cohort.replay.coefficients import Settings, coefficients_of, laid_out
 from cohort.replay.compare import Pair
 from cohort.replay.show import sentence, show
-from cohort.replay.stored import Known, Stored, read_step, stored_steps
+from cohort.replay.stored import Known, Stored, read_step
 from cohort.replay.weights import Before
-from cohort.runs.durable import write_atomically
-from cohort.runs.lines import as_json
+from cohort.report.history import stored_rollouts
+from cohort.runs.lines import as_json, write_atomically
 from cohort.runs.reading import steps_of
 from cohort.runs.trust import check_code, check_files
 
@@ -135,10 +135,9 @@ def settings_of(stored: Stored, objective: Objective) -> Settings:
 
 
 def _last_step(folder: Path) -> int:
-    steps = stored_steps(folder / "rollouts")
-    if not steps:
-        raise RunFolderError(f"{folder} has no rollouts: set report.log_completions = true for the next run")
-    return steps[-1]
+    if steps := stored_rollouts(folder):
+        return max(steps)
+    raise RunFolderError(f"{folder} has no rollouts: set report.log_completions = true for the next run")
 
 
 def of_step(objective: Objective, stored: Stored) -> Objective:

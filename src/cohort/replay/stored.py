@@ -22,6 +22,7 @@ from torch import Tensor
 from cohort.config import GRPOConfig
 from cohort.errors import RunFolderError
 from cohort.replay.facts import Facts
+from cohort.report.history import stored_rollouts
 from cohort.report.rollouts import StoredStep
 from cohort.rewards.scores import Scores
 from cohort.runs.reading import damage_named
@@ -114,7 +115,7 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
     """
     path = run / "rollouts" / f"step-{step}.parquet"
     if not path.is_file():
-        raise RunFolderError(f"{run} has no rollouts/step-{step}.parquet: {_what_there_is(path.parent)}")
+        raise RunFolderError(f"{run} has no rollouts/step-{step}.parquet: {_what_there_is(run)}")
     file = StoredStep.read(path)
     with damage_named(path):
         if missing := [name for name in NEEDED if name not in file]:
@@ -124,13 +125,8 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
         return _stored(step, file, config)
 
 
-def stored_steps(folder: Path) -> list[int]:
-    """The steps that ``rollouts/`` has files of, in order."""
-    return sorted(int(name) for path in folder.glob("step-*.parquet") if (name := path.stem[5:]).isdecimal())
-
-
-def _what_there_is(folder: Path) -> str:
-    steps = stored_steps(folder)
+def _what_there_is(run: Path) -> str:
+    steps = list(stored_rollouts(run))
     if not steps:
         return (
             "no step is stored; set report.log_completions = true for the next run, and see report.store_steps and "

@@ -50,7 +50,7 @@ class NoWeightsError(RunFolderError):
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The models of a run as before the updates of a step."""
+    """The run's models as they were before the updates of a step."""
 
     context: StepContext
     """With the objective of the run."""

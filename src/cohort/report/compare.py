@@ -6,7 +6,6 @@ updates, the evaluation, the weights and states after it. Times are left out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from cohort.errors import RunFolderError
 from cohort.report.files import flat
 from cohort.report.history import RunHistory
 from cohort.runs.checkpoints import LOOP, ROLLOUT, UPDATES, saved_identity
+from cohort.runs.reading import damage_named, read_object
 from cohort.runs.tensors import read_tensors
 
 SAMPLED = ("prompts/", "completions/", "length/", "episodes/", "rollout/")
@@ -157,13 +157,8 @@ def _by_step(run: RunHistory) -> dict[int, dict[str, Any]]:
 
 def _table(path: Path) -> dict[str, Any]:
     """The entries of a JSON file, without the times, at any depth."""
-    try:
-        table = _without_times(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunFolderError(f"cannot read {path}: {error}") from None
-    if not isinstance(table, dict):
-        raise RunFolderError(f"cannot read {path}: expected names with values, got {type(table).__name__}")
-    return table
+    with damage_named(path):
+        return dict(_without_times(read_object(path)))
 
 
 def _without_times(tree: Any) -> Any:

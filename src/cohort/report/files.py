@@ -1,5 +1,5 @@
-"""Read the files of a run folder, whoever wrote them: nothing outside of the folder, nothing that blocks, nothing huge.
-Importing this module imports no torch."""
+"""Read files of a run folder that is not trusted: regular files inside of the folder, of bounded size. Importing this
+module imports no torch."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def json_object(text: str) -> dict[str, Any]:
         ValueError: it is not JSON, something else than an object, or nested deeper than ``MAX_DEPTH``.
         RecursionError: it is nested deeper than Python reads.
     """
-    found = json.loads(text)
+    found = json.loads(text, parse_constant=lambda _: None, parse_float=_float, parse_int=_int)
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, got {type(found).__name__}")
-    return {key: _plain(value, _finite) for key, value in found.items()}
+    return {key: _plain(value) if isinstance(value, dict | list) else value for key, value in found.items()}
 
 
 def toml_table(text: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def read_file(folder: Path, name: str) -> bytes:
     return text
 
 
-def _plain(value: Any, scalar: Callable[[Any], Any], depth: int = 1) -> Any:
+def _plain(value: Any, scalar: Callable[[Any], Any] = lambda value: value, depth: int = 1) -> Any:
     """Nested dicts and lists with ``scalar`` of what is in them."""
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
@@ -138,9 +138,14 @@ def _plain(value: Any, scalar: Callable[[Any], Any], depth: int = 1) -> Any:
     return scalar(value)
 
 
-def _finite(value: Any) -> Any:
-    """None for a number that is NaN or not below ``MAX_NUMBER``."""
-    return None if isinstance(value, int | float) and not abs(value) < MAX_NUMBER else value
+def _float(text: str) -> float | None:
+    """A number; None if it is not below ``MAX_NUMBER``."""
+    return number if abs(number := float(text)) < MAX_NUMBER else None
+
+
+def _int(text: str) -> int | None:
+    """As ``_float``."""
+    return number if abs(number := int(text)) < MAX_NUMBER else None
 
 
 def _scalar(value: Any) -> Any:

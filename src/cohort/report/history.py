@@ -7,12 +7,10 @@ imports no torch.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,14 +33,10 @@ MAX_LINES_FILE = 1 << 30
 MAX_STEP = 2**53
 """Steps are below this, so that they are exact as float64 and in JavaScript."""
 NUMBERS = {int, float, type(None)}
-LINES_AT_ONCE = 500
 SHOWN_DAMAGE = 5
 """Damaged lines of a file that are named."""
 TABLE = re.compile(r"step-(0|[1-9][0-9]{0,15})(?:-(.+))?\.parquet")
 CHECKPOINT = re.compile(r"step-(0|[1-9][0-9]{0,15})")
-DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
-HUGE = (b"e000", b"0" * 100)
-"""After ``DIGITS``, and without plus signs, one of these is in every line with a number of ``MAX_NUMBER`` or more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,13 +179,14 @@ class _Reader:
         reasons: list[tuple[int, str]] = []
         try:
             path = inside(self.folder, self.folder / name)
-            lines = enumerate(_complete_lines(path), 1)
-            while some := list(islice(lines, LINES_AT_ONCE)):
-                for (number, _), one in zip(some, _objects([line for _, line in some]), strict=True):
-                    if isinstance(one, dict):
-                        found.append((number, one))
-                    else:
-                        reasons.append((number, one))
+            for number, line in enumerate(_complete_lines(path), 1):
+                if line is None:
+                    reasons.append((number, f"it is longer than {MAX_LINE:,} bytes"))
+                    continue
+                try:
+                    found.append((number, json_object(line.decode())))
+                except DAMAGE as error:
+                    reasons.append((number, reason(error)))
             if path.stat().st_size > MAX_LINES_FILE:
                 self.damaged.append(f"{name} is larger than {MAX_LINES_FILE:,} bytes: the rest was not read")
         except FileNotFoundError:
@@ -267,27 +262,3 @@ def _complete_lines(path: Path) -> Iterator[bytes | None]:
                 pass
             if rest:
                 yield None
-
-
-def _objects(lines: list[bytes | None]) -> list[dict[str, Any] | str]:
-    """What the lines hold; for a damaged line, what is wrong with it. Lines of finite numbers alone are parsed in one
-    call, which is twice as fast and keeps one copy of each key, all others one by one."""
-    joined = b",".join(line for line in lines if line is not None)
-    pattern = joined.translate(DIGITS, b"+")
-    if not any(huge in pattern for huge in HUGE) and joined.count(b"{") + joined.count(b"[") == len(lines):
-        try:
-            found = json.loads(f"[{joined.decode()}]", parse_constant=lambda _: None)
-            if len(found) == len(lines) and set(map(type, found)) == {dict}:
-                return list(found)
-        except DAMAGE:
-            pass
-    return [_object(line) for line in lines]
-
-
-def _object(line: bytes | None) -> dict[str, Any] | str:
-    if line is None:
-        return f"it is longer than {MAX_LINE:,} bytes"
-    try:
-        return json_object(line.decode())
-    except DAMAGE as error:
-        return reason(error)

@@ -1,4 +1,4 @@
-"""Whether the runs of two groups measured a metric in the same way: only then is a difference one of the policies."""
+"""Whether the runs of two groups measured a metric in the same way: otherwise a difference says nothing of policies."""
 
 from __future__ import annotations
 

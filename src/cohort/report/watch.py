@@ -202,8 +202,7 @@ def _quitting_on_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        before = {number: signal.getsignal(number) for number in numbers}
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         before = {number: one for number, one in before.items() if one in (signal.SIG_DFL, signal.default_int_handler)}
     for number in before:
         signal.signal(number, quit_once)

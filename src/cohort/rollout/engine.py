@@ -6,6 +6,7 @@ completions of one turn. No signature here mentions a tensor or the policy: an e
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
@@ -24,8 +25,6 @@ class Capabilities:
 
     shared_weights: bool = False
     """It samples with the trainer's own parameters: ``update_weights`` moves no data."""
-    keyed_draws: bool = False
-    """Each draw is a function of the request's ``RNGKey``, prompt, sample and position, and of nothing else."""
     support: bool = False
     """It records the tokens that each draw could have given: ``Completion.support``."""
     full_logps: bool = False
@@ -190,13 +189,17 @@ class Engine(Sampler, Protocol):
 
     A trajectory is submitted, decoded, and handed back by ``stream`` when its turn ends. One whose request
     ``continues`` is then parked: it waits, with what was computed for it, until ``extend`` gives it tokens to go on
-    after or ``release`` ends it. The same requests under the same weights give the same tokens, whatever else is
-    decoded at the same time (up to the rounding of matrix products of another shape).
+    after or ``release`` ends it. Each draw is a function of the request's ``RNGKey``, prompt, sample and position
+    alone: the same requests under the same weights give the same tokens, whatever else is decoded at the same time (up
+    to the rounding of matrix products of another shape).
 
-    Classes that inherit from this protocol get ``generate``.
+    Classes that inherit from this protocol get ``generate`` and, if they have ``_advance``, ``stream``.
     """
 
     capabilities: ClassVar[Capabilities]
+    _ended: deque[EndedTurn]
+    """Turns that have ended and are not yet handed back."""
+    _streaming: bool
 
     @property
     def unfinished(self) -> int:
@@ -216,6 +219,24 @@ class Engine(Sampler, Protocol):
         Ends when nothing is left to decode: every trajectory has ended, is parked, or waits for memory that parked ones
         hold. Call it again after ``extend``, ``release`` or ``submit``; they may also be called while it is suspended.
         """
+        if self._streaming:
+            raise ConfigError("this engine is sampling already: use its stream, or a second engine")
+        watch = watch or Watch()
+        self._streaming = True
+        try:
+            while self._ended or self._advance(watch):
+                while self._ended:
+                    yield self._ended.popleft()
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self.reset()
+            raise
+        finally:
+            self._streaming = False
+
+    def _advance(self, watch: Watch) -> bool:
+        """Decode for a while, and append the turns that have ended to ``_ended``; False: nothing is left to decode."""
 
     def extend(self, trajectory: int, token_ids: Sequence[int], *, rewrite: bool = False) -> None:
         """Continue a parked trajectory after given tokens, which are not drawn and get no log-probabilities.
@@ -247,11 +268,8 @@ class Engine(Sampler, Protocol):
         """
 
     def sleep(self) -> None:
-        """Free memory between rollouts, as far as the engine can. Raises ``ConfigError`` if trajectories are
-        unfinished."""
-
-    def wake(self) -> None:
-        """Undo ``sleep``."""
+        """Free memory between rollouts, as far as the engine can; ``update_weights`` undoes it. Raises ``ConfigError``
+        if trajectories are unfinished."""
 
     def close(self) -> None:
         """Drop all trajectories and free everything that the engine holds. Idempotent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from cohort.policy import Policy, context_length, placeholder_ids
 from cohort.policy.device import out_of_memory, release_memory
 from cohort.rollout.backend import Backend
 from cohort.rollout.budget import plan
-from cohort.rollout.checks import check_finished, check_requests, describe_end_tokens, describe_policy
+from cohort.rollout.checks import check_finished, check_requests, describe_policy
 from cohort.rollout.choose import choose_backend
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, Watch
 from cohort.rollout.runner import BackendRunner
@@ -49,7 +49,6 @@ class LocalEngine(Engine):
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         shared_weights=True,
-        keyed_draws=True,
         support=True,
         full_logps=True,
         repetition_penalty=True,
@@ -81,7 +80,7 @@ class LocalEngine(Engine):
         self._scheduler: Scheduler | None = None  # while memory is allocated
         self._rows = 1  # for which memory is allocated
         self._parked: dict[int, Trajectory] = {}  # those that a scheduler without memory has left
-        self._ended: deque[EndedTurn] = deque()  # not yet handed back
+        self._ended: deque[EndedTurn] = deque()
         self._streaming = False
         self._tokens_read_again: int | None = None  # None: no trajectory had several turns
 
@@ -111,24 +110,6 @@ class LocalEngine(Engine):
                 self._end(trajectory, FinishReason.LENGTH)
         self._submit_waiting()
         return [trajectory.number for trajectory in trajectories]
-
-    def stream(self, watch: Watch | None = None) -> Generator[EndedTurn]:
-        """See ``Engine``."""
-        if self._streaming:
-            raise ConfigError("this engine is sampling already: use its stream, or a second engine")
-        watch = watch or Watch()
-        self._streaming = True
-        try:
-            while self._ended or self._decode_within_memory(watch):
-                while self._ended:
-                    yield self._ended.popleft()
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self.reset()
-            raise
-        finally:
-            self._streaming = False
 
     def extend(self, trajectory: int, token_ids: Sequence[int], *, rewrite: bool = False) -> None:
         """See ``Engine``."""
@@ -172,9 +153,6 @@ class LocalEngine(Engine):
         check_finished(self.unfinished, "sleep")
         self.backend.sleep()
 
-    def wake(self) -> None:
-        """See ``Engine``. Nothing to do."""
-
     def close(self) -> None:
         """See ``Engine``."""
         self.reset()
@@ -191,10 +169,6 @@ class LocalEngine(Engine):
         theirs = {weight.data_ptr() for weight in self.trained.model.parameters()}
         copied = [weight for weight in self.policy.model.parameters() if weight.data_ptr() not in theirs]
         return f", from a copy of the weights ({sum(weight.nbytes for weight in copied) / 2**20:,.1f} MiB)"
-
-    def describe_ends(self) -> str:
-        """The tokens that end a completion, in a line."""
-        return describe_end_tokens(self.tokenizer, self.end_token_ids)
 
     def grammar(self, sampling: Sampling) -> Any:
         """The compiled grammar of sampling settings, None without one. Raises ``ConfigError`` if it does not compile or
@@ -215,7 +189,7 @@ class LocalEngine(Engine):
             self._stops[stops] = StopStrings(self.tokenizer, stops)
         return self._stops[stops]
 
-    def _decode_within_memory(self, watch: Watch) -> bool:
+    def _advance(self, watch: Watch) -> bool:
         """``_decode``; when memory runs out, go on with half as many trajectories at a time, from this call on.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from cohort.config import RolloutConfig
 from cohort.errors import ConfigError
@@ -55,23 +55,17 @@ class Sampling:
             if not holds:
                 raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
-        check(self.max_completion_length >= 1, "max_completion_length", "at least 1")
+        most = self.max_completion_length
+        longest = f"max_completion_length ({most})"
+        check(most >= 1, "max_completion_length", "at least 1")
         check(0 <= self.temperature < math.inf, "temperature", "0 (greedy) or above")
         check(self.top_k >= 0, "top_k", "0 (off) or above")
         check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (off)")
         check(0 <= self.min_p <= 1, "min_p", "between 0 (off) and 1")
         check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "above 0; 1 is off")
-        check(
-            0 <= self.min_completion_length <= self.max_completion_length,
-            "min_completion_length",
-            f"between 0 and max_completion_length ({self.max_completion_length})",
-        )
+        check(0 <= self.min_completion_length <= most, "min_completion_length", f"between 0 and {longest}")
         check(isinstance(self.stop, tuple) and all(self.stop), "stop", "a tuple of strings, none of them empty")
-        check(
-            len(self.forced_ids) <= self.max_completion_length,
-            "forced_ids",
-            f"at most max_completion_length ({self.max_completion_length}) tokens",
-        )
+        check(len(self.forced_ids) <= most, "forced_ids", f"at most {longest} tokens")
         check(all(token >= 0 for token in self.forced_ids), "forced_ids", "token ids, none below 0")
         check(self.max_turn_length is None or self.max_turn_length >= 1, "max_turn_length", "None (off) or at least 1")
         if self.regex is not None and self.json_schema is not None:
@@ -80,19 +74,8 @@ class Sampling:
     @classmethod
     def of(cls, config: RolloutConfig) -> Sampling:
         """The sampling settings of a run, for training and for evaluation."""
-        return cls(
-            max_completion_length=config.max_completion_length,
-            temperature=config.temperature,
-            stop=config.stop,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            repetition_penalty=config.repetition_penalty,
-            min_completion_length=config.min_completion_length,
-            regex=config.regex,
-            json_schema=config.json_schema,
-            record_support=config.replay_sampling,
-        )
+        same = {field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)}
+        return cls(**same, record_support=config.replay_sampling)
 
     def describe(self) -> str:
         """All settings that a draw depends on, including those that are off.

@@ -21,7 +21,7 @@ WRITTEN = (
 
 
 def check_replaceable(run: Path) -> None:
-    """Check that a run has never had a whole checkpoint. One whose checkpoints were removed is not to be replaced.
+    """Check that a run never had a complete checkpoint. A run whose checkpoints were removed must not be replaced.
 
     Raises:
         RunFolderError: names what shows that it had one.
@@ -38,8 +38,8 @@ def check_replaceable(run: Path) -> None:
 
 
 def _best_is_later(run: Path) -> bool:
-    """Whether the best model is of a step by which a checkpoint was written. The first may be written in the background
-    until the second is due."""
+    """Whether the best model is of a step by which a checkpoint must exist. The first checkpoint may be in the writer's
+    queue until the second is due."""
     every = load_config(run / "config.toml", of_run=True).run.save_steps
     step: int = read_best(run / "best" / "best.json")["step"] if (run / "best").exists() else 0
     return 0 < 2 * every < step

@@ -1,4 +1,4 @@
-"""What differs between a run and the process that resumes it, and which of it would change results.
+"""The differences between a run and the process that resumes it, and which of them change results.
 
 Settings are compared with ``config.toml``, everything else with the facts that a checkpoint stores: hashes of data,
 code and model, versions, and the machine. Names of files do not matter, since what they hold is compared.
@@ -55,7 +55,7 @@ class Change:
     refused: bool
     """Whether it changes results by more than rounding."""
     keep: str = ""
-    """The flag that leaves it as the run has it, where another is more than what the settings say."""
+    """The flag that keeps the run's value; empty if there is none to recommend."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.words}"
@@ -113,7 +113,7 @@ def setting_changes(
 
 
 def _raised_preset(saved: GRPOConfig, now: GRPOConfig, *, same: bool) -> Change | None:
-    """Another version of the run's preset, if it is that which changes the objective or the updates."""
+    """The change to another version of the run's preset, if that changes the objective or the updates."""
     before, after = saved.objective, now.objective
     updates = f"minibatches {before.resolved_minibatches}, now {after.resolved_minibatches}"
     updates = updates if before.resolved_minibatches != after.resolved_minibatches else ""

@@ -4,10 +4,9 @@ step-N/                        weights, config and tokenizer, as ``transformers`
     state/                     what the loop needs to continue
         optimizer.safetensors  the optimizer's tensors, by the names of parameter and state: "lm_head.weight/exp_avg"
         reference.safetensors  the reference's weights, if it has weights of its own
-        sampler.safetensors    the weights that the rest of a rollout is to be drawn with, if they are not the policy's
-                               (``rollout.lag``)
-        rollout-T.safetensors  a rollout on which the training is not complete, with rollout-T.json: of a step in
-                               progress, as far as it is sampled and scored, or of later ones (``rollout.lag``)
+        sampler.safetensors    weights for the rest of a rollout, if they are not the policy's (``rollout.lag``)
+        rollout-T.safetensors  with rollout-T.json, a rollout whose updates are not complete: of the step in progress,
+                               as far as it is sampled and scored, or of a later step (``rollout.lag``)
         updates.safetensors    the updates of a step in progress, with updates.json
         loop.json              everything else: numbers and text
     manifest.json              sizes and hashes of the files, written last
@@ -28,8 +27,9 @@ from torch import Tensor
 
 from cohort.errors import RunFolderError
 from cohort.policy import Policy
-from cohort.runs.durable import FileRecord, check_whole, write_file, write_manifest
+from cohort.runs.durable import check_whole, write_manifest
 from cohort.runs.generators import set_random_state
+from cohort.runs.lines import FileRecord, write_file
 from cohort.runs.models import save_model, saved_weights, trained_weights
 from cohort.runs.reading import damage_named, read_object
 from cohort.runs.rollouts import (
@@ -59,7 +59,7 @@ class Models:
     reference: Policy | None
     tokenizer: Any
     sampler: Mapping[str, Tensor] | None = None
-    """Weights by name with which a rollout is to be drawn that was cancelled, if they are not the policy's."""
+    """Weights by name for the rest of a cancelled rollout, if they are not the policy's."""
 
     @property
     def stored_reference(self) -> Policy | None:
@@ -84,17 +84,17 @@ class SavedState:
     random: Sequence[Mapping[str, Any]]
     """The state of the random generators of each rank."""
     rollouts: Mapping[int, StoredRollout] = field(default_factory=dict)
-    """Rollouts on which the training is not complete, by step from 0."""
+    """Rollouts whose updates are not complete, by step from 0."""
     updates: Mapping[str, Any] | None = None
     """The updates of the step in progress; None between two steps."""
     metrics: Mapping[str, Any] | None = None
-    """Metrics of the last complete step, when its evaluation is still to be made and they are not written yet."""
+    """Metrics of the last complete step, if its evaluation is pending, so that they are not written yet."""
     microbatch_tokens: int = 0
     """Tokens of a pass, which decide the order of sums; 0: unknown."""
     nonfinite_in_a_row: int = 0
     """The last updates that were skipped because they were not finite."""
     companion: Mapping[str, Any] = field(default_factory=dict)
-    """Of the object that goes along with the run: ``GRPOTrainer.steps``."""
+    """State of the companion object of ``GRPOTrainer.steps``."""
     has_sampler: bool = False
     """Whether weights were loaded into ``Models.sampler``."""
 

@@ -1,4 +1,4 @@
-"""Folders and files that survive a crash: they are on the disk, whole, before they have their name.
+"""Folders that survive a crash: they are on the disk, whole, before they have their name.
 
 A folder's ``manifest.json`` is written last and lists its files with their sizes and SHA-256: so a file that was cut,
 changed or lost later is noticed before anything of the folder is used.
@@ -12,62 +12,18 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from safetensors import SafetensorError
 
 from cohort.errors import DiskError, RunFolderError
 from cohort.policy.device import out_of_memory
+from cohort.runs.lines import FileRecord, Threads, write_file
 
-FileRecord: TypeAlias = dict[str, Any]
-"""Size and hash of a file: ``{"bytes": ..., "sha256": ...}``."""
 log = logging.getLogger("cohort.runs")
 MANIFEST, FORMAT = "manifest.json", 1
-
-
-class _Threads(ThreadPoolExecutor):
-    """A thread pool that works in the calling thread while the interpreter exits, when pools take no work: a checkpoint
-    may be written then."""
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        try:
-            return super().submit(function, *arguments, **named)
-        except RuntimeError:
-            done: Future[Any] = Future()
-            done.set_result(function(*arguments, **named))
-            return done
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file to the disk. A thread hashes each chunk while the next one is made and written."""
-    digest, size = hashlib.sha256(), 0
-    path.parent.mkdir(exist_ok=True)
-    with path.open("xb") as file, _Threads(1) as thread:
-        hashed: Future[None] | None = None
-        for chunk in chunks:
-            file.write(chunk)
-            if hashed:
-                hashed.result()  # so that no more than two chunks are in memory
-            hashed = thread.submit(digest.update, chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: it is the old one or the complete new one."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    try:
-        write_file(part, [text.encode()])
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
@@ -150,7 +106,7 @@ def replaced(target: Path) -> Iterator[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Delete a folder. Until it is gone, it has a name under which nobody takes it for whole. Logs a failure."""
+    """Delete a folder. It is renamed first, so that nobody takes a half-deleted one for complete. Logs a failure."""
     part = folder.with_name(f"{folder.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -193,7 +149,7 @@ def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[
         with (folder / name).open("rb") as file:
             return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
-    with _Threads() as threads:
+    with Threads() as threads:
         return list(threads.map(record, names))
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import torch
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 """Packages that every run computes with."""
+version = functools.cache(metadata.version)
+"""The version of an installed package, which a process reads once."""
 
 
 def entries(values: Mapping[str, str]) -> str:

@@ -39,8 +39,7 @@ from cohort.runs import durable
 from cohort.runs.anew import WRITTEN, clear
 from cohort.runs.changes import Change, check_keys, refuse, setting_changes
 from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of
-from cohort.runs.durable import write_atomically
-from cohort.runs.lines import append_line, as_json
+from cohort.runs.lines import append_line, as_json, write_atomically
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.saving import replace, save_in_background, save_now
 from cohort.runs.starts import STARTS, Start, last_start
@@ -255,6 +254,11 @@ class RunFolder:
     def has_summary(self) -> bool:
         """Whether the run has ended. A resumed run removes the summary when it begins."""
         return (self.path / "summary.json").is_file()
+
+    @property
+    def save_request(self) -> Path:
+        """A file that asks the run for a checkpoint. It also reaches a run on another machine."""
+        return self.path / "save.request"
 
     def read_summary(self) -> dict[str, Any]:
         """The contents of ``summary.json``."""

@@ -1,13 +1,61 @@
-"""JSON, and files of a JSON object per line."""
+"""Single files: written to the disk, written atomically, JSON, a JSON object per line. Imports no torch."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
+
+FileRecord: TypeAlias = dict[str, Any]
+"""Size and hash of a file: ``{"bytes": ..., "sha256": ...}``."""
+
+
+class Threads(ThreadPoolExecutor):
+    """A thread pool that works in the calling thread while the interpreter exits, when pools take no work: a checkpoint
+    may be written then."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        """As of a thread pool."""
+        try:
+            return super().submit(function, *arguments, **named)
+        except RuntimeError:
+            done: Future[Any] = Future()
+            done.set_result(function(*arguments, **named))
+            return done
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a new file to the disk. A thread hashes each chunk while the next one is made and written."""
+    digest, size = hashlib.sha256(), 0
+    path.parent.mkdir(exist_ok=True)
+    with path.open("xb") as file, Threads(1) as thread:
+        hashed: Future[None] | None = None
+        for chunk in chunks:
+            file.write(chunk)
+            if hashed:
+                hashed.result()  # so that no more than two chunks are in memory
+            hashed = thread.submit(digest.update, chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically: it is the old one or the complete new one."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    try:
+        write_file(part, [text.encode()])
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def as_json(value: Any, **settings: Any) -> str:

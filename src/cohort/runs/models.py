@@ -15,7 +15,8 @@ from cohort.errors import RunFolderError
 from cohort.parallel import World, together
 from cohort.parallel.full import class_before_sharding
 from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
-from cohort.runs.durable import FileRecord, replaced, sync_path
+from cohort.runs.durable import replaced, sync_path
+from cohort.runs.lines import FileRecord
 from cohort.runs.tensors import is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
 
 

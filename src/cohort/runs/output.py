@@ -1,5 +1,5 @@
-"""Where a run writes, and how it begins: its folder, the same on every rank, whether the run in it is to be started,
-resumed, or is complete, and the logs of the ranks that do not print."""
+"""Where a run writes, and how it begins: its folder, the same on every rank; whether the run in it starts, resumes or
+is complete; and the logs of ranks other than 0."""
 
 from __future__ import annotations
 

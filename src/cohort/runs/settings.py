@@ -64,14 +64,14 @@ def settings_of_run(
 
 
 def _modules_of(home: Path, config: GRPOConfig, names: Collection[str]) -> Iterator[str]:
-    """The top-level modules that the settings name, and that would not be the same without ``home``."""
+    """The top-level modules that the settings name and that only ``home`` has."""
     for name in _modules(config, names):
         if module_origin(name, [*sys.path, str(home)]) != module_origin(name, sys.path):
             yield name
 
 
 def _check_files(run: Path, config: GRPOConfig, names: Collection[str]) -> None:
-    """Check that the files are there that can be nothing else: they may have moved since the run."""
+    """Check that names which can only be those of files exist: the files may have moved since the run."""
     missing = {file: name for name, file, certain in _files(config, names) if certain and not _is_file(Path(file))}
     if not missing:
         return

@@ -63,7 +63,7 @@ class Start:
         return {name: what for name, what in self.missing.items() if name not in held}
 
     def to_give_again(self) -> list[str]:
-        """A line in words that names what is missing; none if nothing is."""
+        """A line that names what is missing; empty if nothing is."""
         missing = ", ".join(f"{name} ({what})" for name, what in self.missing.items())
         return [f"without a name in the run folder, so to be given again to resume: {missing}"] if missing else []
 

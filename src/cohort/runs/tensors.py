@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cohort.errors import RunFolderError
 from cohort.policy.finite import check_finite_weights
-from cohort.runs.durable import FileRecord, write_file
+from cohort.runs.lines import FileRecord, write_file
 
 DTYPES = {
     torch.float64: "F64",

@@ -1,4 +1,4 @@
-"""``cohort verify``: what of a run folder is whole. Nothing is changed, and nothing but the files' bytes is read."""
+"""``cohort verify``: which files of a run folder are intact. Only bytes are read, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow
@@ -17,7 +18,7 @@ from cohort.lock import Lock
 from cohort.runs.checkpoints import check_checkpoint
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
-from cohort.runs.reading import DAMAGE
+from cohort.runs.reading import DAMAGE, read_metrics
 from cohort.runs.trust import check_files
 
 
@@ -28,9 +29,9 @@ class Verdict:
     name: str
     """Its path in the run's folder."""
     problem: str = ""
-    """Empty: it is whole."""
+    """The damage; empty if it is intact."""
     note: str = ""
-    """What is to be said of it, though it is no damage."""
+    """A remark that is no damage."""
 
 
 def verify(path: Path) -> Iterator[Verdict]:
@@ -83,15 +84,9 @@ def _check_table(path: Path) -> None:
 
 def _check_metrics(path: Path) -> None:
     """Check that each line is whole and that no step is missing or doubled."""
-    before: int | None = None
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        try:
-            step = json.loads(line)["step"]
-            whole = line.endswith(b"\n") and isinstance(step, int)
-        except (ValueError, LookupError, TypeError, RecursionError):
-            whole = False
-        if not whole:
-            raise RunFolderError(f"line {number} is damaged")
-        if before is not None and step != before + 1:
+    steps = [metrics["step"] for _, metrics in read_metrics(path)]
+    for number, (before, step) in enumerate(pairwise(steps), 2):
+        if step != before + 1:
             raise RunFolderError(f"line {number} is of step {step}; the line before it is of step {before}")
-        before = step
+    if (text := path.read_bytes()) and not text.endswith(b"\n"):
+        raise RunFolderError(f"line {len(steps) + 1} is damaged: it has no end")

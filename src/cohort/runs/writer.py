@@ -1,4 +1,4 @@
-"""Writes of a run that outlast a failing disk: what cannot be written now is kept in memory and tried again.
+"""Writes of a run that survive a failing disk: what cannot be written now is kept in memory and tried again.
 
 The training thread writes small files itself. A thread writes what is large, and repeats what failed; it runs only
 while there is something to write. Writes of one kind keep their order; one kind does not wait for another.
@@ -91,14 +91,14 @@ class Writer:
             self._missed.pop(kind, None)
 
     def missed(self, kind: str, step: int, error: Exception) -> None:
-        """Record that something of which there is no copy could not be written: the caller tries again."""
+        """Record a failed write of something without a copy. The caller tries again."""
         self._record(error)
         with self._changed:
             self._missed[kind] = step
             self._warn()
 
     def made_up_for(self, kind: str) -> None:
-        """What was missed is written, or something newer of its kind."""
+        """Record that the missed write, or a newer one of its kind, has succeeded."""
         with self._changed:
             self._missed.pop(kind, None)
             self._waiting = [other for other in self._waiting if other.kind != kind]
@@ -224,7 +224,7 @@ class Writer:
         return done
 
     def _written(self) -> None:
-        """Something was written; if nothing else waits, the disk is well again."""
+        """After a write: if nothing else waits, the disk works again."""
         if self._waiting or self._missed or self._failed_since is None:
             return
         minutes = (time.monotonic() - self._failed_since) / 60

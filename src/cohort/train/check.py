@@ -18,8 +18,9 @@ MAX_SAMPLER_GAP = 0.1
 """Mean |logps - sampler_logps| in nats above which a run stops. float32 gives about 1e-6 and bfloat16 about 1e-2; more
 means that sampler and trainer do not compute the same function."""
 CACHED = (
-    "the model's cached decoding does not compute what its forward pass computes. Set model.precision to 'float32'; if "
-    "that does not help, the architecture is not supported"
+    "set model.precision to 'float32': in bfloat16 rounding may do this, most of all in a mixture, where it sends some "
+    "tokens to other experts. If that does not help, the model's cached decoding does not compute what its forward "
+    "pass computes, and the architecture is not supported"
 )
 SERVED = (
     "the vLLM server does not compute what the trainer computes. Start it with --dtype as model.precision, without "

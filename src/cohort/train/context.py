@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
 from cohort.objective import Objective
-from cohort.parallel import Layout, Replicate, World
+from cohort.parallel import Layout, World
 from cohort.policy import Policy
 from cohort.policy.device import out_of_memory
 from cohort.rollout import Sampling
@@ -34,7 +34,7 @@ class StepContext:
     """Tokens of one forward or backward pass. It shrinks when memory runs out."""
     reference: Policy | None = None
     """The policy of the KL term."""
-    layout: Layout = field(default_factory=Replicate)
+    layout: Layout = field(default_factory=Layout)
     """How the ranks hold the policy."""
     clock: PhaseClock = field(default_factory=PhaseClock)
 

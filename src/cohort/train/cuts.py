@@ -60,8 +60,8 @@ class Microbatch:
 
 
 def copies(batch: TokenBatch, part: Part) -> dict[int, int]:
-    """From each sequence that repeats an earlier one to the first of its kind, by their numbers in the part. Copies
-    have the same prompt, tokens and supports: their log-probs are equal, whatever their advantages."""
+    """Maps each sequence that repeats an earlier one to the first of its kind, both by their numbers in the part.
+    Copies have the same prompt, tokens and supports: their log-probs are equal, whatever their advantages."""
     rows_S = torch.bincount(batch.sequence_B, minlength=batch.num_sequences)
     tokens_S = segment_sum(batch.lengths_B, batch.sequence_B, batch.num_sequences)
     columns: list[tuple[Any, Any]] = [(batch.ids_T, tokens_S), (batch.lengths_B, rows_S)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cohort.config import OptimConfig
 from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError
-from cohort.parallel import Layout, Replicate
+from cohort.parallel import Layout
 from cohort.policy.finite import check_finite_weights
 from cohort.runs.tensors import fill
 from cohort.train.guard import GO_ON
@@ -35,7 +35,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: OptimConfig, num_updates: int, layout: Layout | None = None) -> None:
         self._model = model
-        self.names = {p: name for name, p in (layout or Replicate()).trained(model).items()}
+        self.names = {p: name for name, p in (layout or Layout()).trained(model).items()}
         """The names of the trained parameters, or of those that they are shards of."""
         self.parameters = list(self.names)
         if not self.parameters:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cohort.data import DataCursor, PromptLoader
 from cohort.evaluation import Best, Evaluation, Evaluator
 from cohort.objective import Objective
-from cohort.parallel import Layout, Replicate, World
+from cohort.parallel import Layout, World
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import Engine, Sampler
@@ -60,7 +60,7 @@ class TrainerParts:
     """The best evaluation so far."""
     facts: dict[str, str]
     """Facts that are not settings and that a resumed run compares: see ``train.facts``."""
-    layout: Layout = field(default_factory=Replicate)
+    layout: Layout = field(default_factory=Layout)
     """The ranks, and how they hold the policy."""
     requests: Requests = field(default_factory=Requests)
     """Whether the run is to stop, or to write a checkpoint."""

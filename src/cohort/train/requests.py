@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cohort.parallel import World
-from cohort.runs.save_request import save_requested
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """How often a run looks for a request in its folder, and of another rank."""
@@ -34,9 +33,9 @@ class Requests:
     """Whether the run has stopped, and its checkpoint is written."""
     _looked: dict[str, float] = field(default_factory=dict)
 
-    def look(self, folder: Path) -> None:
-        """Look for a request of another process in the run's folder."""
-        if self._is_time("folder") and save_requested(folder):
+    def look(self, save_request: Path) -> None:
+        """Look for a request of another process: the file ``RunFolder.save_request``."""
+        if self._is_time("folder") and save_request.exists():
             self.save = True
 
     def take_evaluate(self, world: World) -> bool:

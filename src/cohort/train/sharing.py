@@ -22,7 +22,7 @@ from cohort.parallel.shares import imbalance
 from cohort.policy import CompletionStates, PackedRows, Policy, Prefixes
 from cohort.policy.device import out_of_memory
 from cohort.train.context import StepContext
-from cohort.train.cuts import Pack, level, packs
+from cohort.train.cuts import Pack, copies, level, packs
 from cohort.train.layout import Part
 from cohort.types import TokenBatch
 
@@ -47,14 +47,17 @@ def share(context: StepContext, batch: TokenBatch, part: Part) -> Shared:
         return Shared((whole,), whole, 1.0)
     lengths = segment_sum(batch.lengths_B, batch.sequence_B, batch.num_sequences)[part.sequences_S].tolist()
     drawn = part.lengths_S.tolist()
+    same = copies(batch, part) if _distinct(context.policy) else {}
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, group in enumerate(batch.group_S[part.sequences_S].tolist()):
         by_prompt.setdefault(batch.prompt_ids[group], []).append(index)
     attention, head = relative_costs(context.policy.model.config.get_text_config())
-    costs = [
-        cost(len(prompt), [lengths[s] for s in some], attention) + head * sum(drawn[s] for s in some)
-        for prompt, some in by_prompt.items()
-    ]
+    costs = []
+    for prompt, some in by_prompt.items():
+        computed = [s for s in some if s not in same]
+        costs.append(
+            cost(len(prompt), [lengths[s] for s in computed], attention) + head * sum(drawn[s] for s in computed)
+        )
     divided, sequences = shares(costs, world.size), list(by_prompt.values())
     parts = tuple(
         part.select(torch.tensor(sorted(s for prompt in prompts for s in sequences[prompt]), dtype=torch.long))
@@ -65,16 +68,21 @@ def share(context: StepContext, batch: TokenBatch, part: Part) -> Shared:
 
 def own_packs(context: StepContext, policy: Policy, batch: TokenBatch, shared: Shared) -> list[Pack]:
     """The passes of this rank's share. Where passes exchange weights, every rank knows the packs of all, and adds
-    passes of weight 0 until all make the same. Copies of a sequence are computed once, unless each has a dropout of its
-    own or counts as a user of experts."""
-    distinct = not (policy.dropout or policy.router_aux_loss_coef)
+    passes of weight 0 until all make the same."""
 
     def cut(part: Part) -> list[Pack]:
-        return packs(batch, part, context.budget.tokens, shared=policy.passes.shared, distinct=distinct)
+        shared, distinct = policy.passes.shared, _distinct(policy)
+        return packs(batch, part, context.budget.tokens, shared=shared, distinct=distinct)
 
     if not context.layout.passes_exchange:
         return cut(shared.own)
     return level([cut(part) for part in shared.parts])[context.world.rank]
+
+
+def _distinct(policy: Policy) -> bool:
+    """Whether copies of a sequence are computed once. They are not with dropout, which each copy draws for itself, or
+    with a router loss, which counts the tokens of each copy."""
+    return not (policy.dropout or policy.router_aux_loss_coef)
 
 
 def idle_states(context: StepContext, policy: Policy, prefixes: Prefixes) -> CompletionStates:

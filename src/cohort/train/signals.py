@@ -16,9 +16,8 @@ from cohort.errors import STOPPED
 from cohort.train.requests import Requests
 from cohort.watchdog import ignored
 
-STOPPING = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-SAVING = "SIGUSR2"
-NUDGE: Any = getattr(signal, "SIGUSR1", None)
+STOPPING, SAVING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP), signal.SIGUSR2
+NUDGE = signal.SIGUSR1
 """Interrupts a function in the main thread."""
 DEFAULT = (signal.SIG_DFL, signal.default_int_handler, ignored)
 """Handlers that may be replaced: a handler of the user's program stays."""
@@ -76,7 +75,7 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
         requests.save = True
 
     for number in before:
-        signal.signal(number, save if number == getattr(signal, SAVING, None) else stop)
+        signal.signal(number, save if number == SAVING else stop)
     try:
         yield
     finally:
@@ -91,8 +90,7 @@ def _replaceable() -> dict[int, Any]:
     """The handlers that may be replaced, by the number of the signal; none outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    numbers = [getattr(signal, name) for name in (*STOPPING, SAVING) if hasattr(signal, name)]
-    return {number: handler for number in numbers if (handler := signal.getsignal(number)) in DEFAULT}
+    return {number: found for number in (*STOPPING, SAVING) if (found := signal.getsignal(number)) in DEFAULT}
 
 
 def _expect_second(before: dict[int, Any], *, is_rank: bool) -> None:
@@ -100,7 +98,7 @@ def _expect_second(before: dict[int, Any], *, is_rank: bool) -> None:
     for number, handler in before.items():
         if is_rank:
             signal.signal(number, ignored)
-        elif number != getattr(signal, SAVING, None):
+        elif number != SAVING:
             # In a notebook or console, the second Ctrl-C raises KeyboardInterrupt.
             signal.signal(number, handler if hasattr(sys, "ps1") else signal.SIG_DFL)
 

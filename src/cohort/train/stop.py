@@ -13,7 +13,6 @@ from typing import Any
 from cohort.errors import Stopped
 from cohort.parallel import on_main
 from cohort.runs.folder import RunFolder
-from cohort.runs.save_request import save_answered
 from cohort.train.parts import TrainerParts
 
 
@@ -26,14 +25,14 @@ def stop_point(parts: TrainerParts, folder: RunFolder) -> None:
     """
     requests, world = parts.requests, parts.world
     if world.is_main:
-        requests.look(folder.path)
+        requests.look(folder.save_request)
     asked = world.gather((requests.stop, requests.save, requests.reason))
     stop = next((reason for stops, _, reason in asked if stops), None)
     if stop is None and not any(saves for _, saves, _ in asked):
         return
     requests.save = False  # before it is written: a request meanwhile is for a newer one
     save_instant(parts, folder, wait=True)
-    on_main(world, lambda: save_answered(folder.path))
+    on_main(world, lambda: folder.save_request.unlink(missing_ok=True))
     if stop is not None:
         requests.met = True
         raise Stopped(f"stopped by {stop} {parts.where}; {folder.checkpoint(parts.complete_steps)} holds this instant")

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         ModelConfig,
         ScriptArguments,
         get_dataset,
-        get_kbit_device_map,
         get_peft_config,
         get_quantization_config,
     )
@@ -38,7 +37,6 @@ _MODULES = {
     "ModelConfig": "arguments",
     "ScriptArguments": "arguments",
     "get_dataset": "arguments",
-    "get_kbit_device_map": "arguments",
     "get_peft_config": "arguments",
     "get_quantization_config": "arguments",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +38,6 @@ class ModelConfig:
     bnb_4bit_quant_type: str = HfArg(default="nf4", help="Type of 4-bit numbers.", metadata={"choices": ["fp4", "nf4"]})
     use_bnb_nested_quant: bool = HfArg(default=False, help="Quantize the 4-bit constants as well.")
     bnb_4bit_quant_storage: str | None = HfArg(default=None, help="Type that 4-bit numbers are stored in.")
-    torch_dtype: str | None = HfArg(default=None, help="Old name of dtype.")
 
     trust_remote_code: ClassVar[bool] = False
     """An old name that scripts still read. The argument belongs to ``GRPOConfig`` now, as in TRL."""
@@ -47,7 +45,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("load_in_8bit and load_in_4bit exclude each other: set one of them")
-        self.dtype = self.torch_dtype = self.torch_dtype or self.dtype
         if self.lora_target_modules is not None and len(self.lora_target_modules) == 1:
             self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]  # "all-linear", a regex
 
@@ -197,10 +194,3 @@ def get_quantization_config(model_args: ModelConfig) -> Any:
         bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
         bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
     )
-
-
-def get_kbit_device_map() -> dict[str, int] | None:
-    """The device of this process for a quantized model; None without a GPU. TRL 1.16 no longer has this function."""
-    import torch
-
-    return {"": int(os.environ.get("LOCAL_RANK", "0"))} if torch.cuda.is_available() else None

@@ -20,6 +20,11 @@ from typing import Any
 
 from cohort.errors import ConfigError, DataError
 
+FOLLOWING = ("steps_per_generation", "generation_batch_size")
+"""Fields that follow from the others where they are unset."""
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations", *FOLLOWING)
+"""Fields that hold positive integers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -48,16 +53,9 @@ class Batch:
         """
         per_device, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
         group, iterations = args.num_generations, args.num_iterations
-        counts = {
-            "per_device_train_batch_size": per_device,
-            "gradient_accumulation_steps": accumulation,
-            "num_generations": group,
-            "num_iterations": iterations,
-            "steps_per_generation": args.steps_per_generation or 1,
-            "generation_batch_size": args.generation_batch_size or 1,
-        }
-        for name, count in counts.items():
-            if not isinstance(count, int) or count < 1:
+        for name in COUNTS:
+            count = getattr(args, name)
+            if (count or name not in FOLLOWING) and (not isinstance(count, int) or count < 1):
                 raise ConfigError(f"{name} must be a positive integer, got {count!r}")
         if group < 2:
             raise ConfigError(f"num_generations must be at least 2 to compare the completions of a prompt, got {group}")

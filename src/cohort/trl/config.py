@@ -136,28 +136,14 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]  # transformers has n
     log_unique_prompts: bool = False
     log_completions_hub_repo: str | None = None
 
-    # Names that TRL has deprecated, and names that it or transformers has removed.
+    # Names that TRL has deprecated, and names that it or transformers has removed and scripts still use.
     use_transformers_paged: bool = False
     vllm_importance_sampling_cap: float | None = None
     max_prompt_length: int | None = None
     warmup_ratio: float | None = None
-    evaluation_strategy: str | None = None
-    no_cuda: bool = False
-    push_to_hub_model_id: str | None = None
-    push_to_hub_token: str | None = None
-    vllm_max_model_len: int | None = None
-    vllm_guided_decoding_regex: str | None = None
-    vllm_dtype: str | None = None
-    vllm_enable_prefix_caching: bool | None = None
-    vllm_device: str | None = None
-    wandb_log_unique_prompts: bool = False
-    use_liger_loss: bool | None = None
     overwrite_output_dir: bool = False
     logging_dir: str | None = None
     save_safetensors: bool | None = None
-    group_by_length: bool = False
-    half_precision_backend: str | None = None
-    include_tokens_per_second: bool = False
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, *TABLES]
 

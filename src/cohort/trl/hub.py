@@ -17,33 +17,6 @@ NOT_UPLOADED = (
     *(f"{name}/*" if "." not in name else name for name in WRITTEN),
 )
 """What the run keeps beside the model: it may hold data and paths of this machine."""
-CITATION = """\
-@article{shao2024deepseekmath,
-    title  = {{DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models}},
-    author = {Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and Mingchuan Zhang and others},
-    year   = 2024,
-    eprint = {arXiv:2402.03300},
-}"""
-CARD = """\
-# {name}
-
-This model {what}was trained with [GRPO](https://huggingface.co/papers/2402.03300) by Cohort.
-
-```python
-from transformers import pipeline
-
-generator = pipeline("text-generation", model="{hub_id}")
-question = "If you had a time machine, would you go to the past or to the future, and why?"
-messages = [{{"role": "user", "content": question}}]
-print(generator(messages, max_new_tokens=128, return_full_text=False)[0]["generated_text"])
-```
-
-{versions}
-
-```bibtex
-{citation}
-```
-"""
 
 
 def create_repo(args: Any) -> str:
@@ -111,12 +84,12 @@ def write_card(
     if dataset:
         source += f"learned from [{dataset}](https://huggingface.co/datasets/{dataset}) and "
     libraries = {"Cohort": "cohort-rl", "Transformers": "transformers", "PyTorch": "torch", "Datasets": "datasets"}
-    text = CARD.format(
+    card = (Path(__file__).parent / "card.md").read_text(encoding="utf-8")
+    text = card.format(
         name=name,
         what=source,
         hub_id=hub_id or name,
         versions="\n".join(f"- {library}: {_version(package)}" for library, package in libraries.items()),
-        citation=CITATION,
     )
     folder.mkdir(parents=True, exist_ok=True)
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")

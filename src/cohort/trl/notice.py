@@ -12,7 +12,7 @@ from cohort.trl.translate import UNUSED_KEYS
 
 ENGINE = ("max_model_length", "tensor_parallel_size", "gpu_memory_utilization", "model_impl")
 SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
-ENGINE_OF_COLOCATE = (*(f"vllm_{name}" for name in ENGINE), "vllm_dtype", "vllm_enable_prefix_caching")
+ENGINE_OF_COLOCATE = tuple(f"vllm_{name}" for name in ENGINE)
 
 
 def _named(prefix: str) -> tuple[str, ...]:

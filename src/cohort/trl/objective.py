@@ -46,7 +46,7 @@ def one_of(name: str, value: Any, words: Iterable[str]) -> Any:
 
 
 def objective_settings(args: Any) -> Settings:
-    """The settings of ``[objective]``, without the numbers of updates.
+    """The settings of ``[objective]``, except the numbers of updates and those that take a field's value unchanged.
 
     Raises:
         ConfigError: a word is unknown, or a number is out of its range.
@@ -58,7 +58,6 @@ def objective_settings(args: Any) -> Settings:
     by_sampler = loss == "vespo" and args.use_vllm and args.vllm_importance_sampling_correction
     settings: Settings = {
         "preset": "default",
-        "beta": float(args.beta),
         "reward_aggregation": REWARDS[args.multi_objective_aggregation],
         "scale": SCALES["group" if gdpo else scale],  # TRL's normalize_then_sum ignores scale_rewards
         "truncated": "mask" if args.mask_truncated_completions else "keep",
@@ -69,18 +68,12 @@ def objective_settings(args: Any) -> Settings:
         "top_entropy": _top_entropy(args),
         "entropy": _entropy(args),
         "aggregation": AGGREGATIONS[loss],
-        "sync_ref_model": bool(args.sync_ref_model),
     }
     if args.off_policy_mask_threshold is not None:
         settings["mismatch"] += [{"rule": "off_policy_mask", "threshold": float(args.off_policy_mask_threshold)}]
     _check_level(level, loss, settings)
     if not args.use_bias_correction_kl:
         settings["kl"] = "k3_legacy"
-    if args.sync_ref_model:
-        settings |= {
-            "ref_model_sync_steps": args.ref_model_sync_steps,
-            "ref_model_mixup_alpha": float(args.ref_model_mixup_alpha),
-        }
     return settings
 
 

@@ -17,7 +17,6 @@ PRIVATE = frozenset(
         *("_generate_single_turn", "_get_per_token_logps_and_entropies", "_get_tool_suffix_ids"),
         *("_log_completion_extra", "_log_metric", "_send_telemetry", "_tokenize_prompts", "_tool_call_loop"),
         *("get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask"),
-        *("_get_last_hidden_state", "_get_per_token_logps", "_move_model_to_vllm", "compute_liger_loss"),  # older ones
     )
 )
 """Methods of TRL's ``GRPOTrainer`` that transformers' ``Trainer`` does not have."""

@@ -94,29 +94,38 @@ def translate(
     _check_counts(args)
     updates, calls = batch.max_steps(args, num_prompts), args.max_tool_calling_iterations
     group = args.num_generations_eval or args.num_generations
-    settings: Settings = {
+    batches = {"num_iterations": batch.num_iterations, "minibatches": batch.minibatches}
+    translated: Settings = {
         "model": _model(args, model_config),
         "data": _data(args),
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
         "vllm": _vllm(args, world_size) if args.use_vllm else {},
         # One turn more than calls; each has at least one token.
         "environment": {"max_turns": args.max_completion_length if calls is None else calls + 1},
-        "reward": {} if args.reward_weights is None else {"weights": args.reward_weights},
-        "objective": {
-            **objective_settings(args),
-            "num_iterations": batch.num_iterations,
-            "minibatches": batch.minibatches,
-        },
+        "objective": {**objective_settings(args), **batches},
         "optim": _optim(args, updates),
-        "eval": {
-            **{"eval_steps": 0, "eval_on_start": args.eval_on_start, "num_generations_eval": group},
-            **_best(args),
-        },
-        "parallel": {"layout": layout_of(args), "rank_timeout": float(args.ddp_timeout)},
+        "eval": {"eval_steps": 0, "num_generations_eval": group, **_best(args)},
+        "parallel": {"layout": layout_of(args)},
         "run": _run(args, batch.rollouts(updates)),
     }
+    same = _same(args)
+    settings: Settings = {name: same.get(name, {}) | translated.get(name, {}) for name in same | translated}
     with errors_in_trl_terms():
         return GRPOConfig(**settings)
+
+
+def _same(args: Any) -> Settings:
+    """The settings that take a field's value unchanged (``[same]`` in ``fields.toml``), by section. Where the field is
+    None, or another field switches it off, Cohort's default stays."""
+    switches = {"vllm_": args.use_vllm, "ref_model_": args.sync_ref_model}
+    off = tuple(prefix for prefix, is_on in switches.items() if not is_on)
+    found: Settings = {}
+    for name, field in FIELDS.items():
+        section, _, key = field.to.partition(".")
+        is_setting = field.verdict == "same" and section in GRPOConfig.model_fields
+        if is_setting and not name.startswith(off) and (value := getattr(args, name)) is not None:
+            found.setdefault(section, {})[key] = value
+    return found
 
 
 def _check_counts(args: Any) -> None:
@@ -211,27 +220,16 @@ def _model(args: Any, model_config: Any) -> Settings:
 
 
 def _data(args: Any) -> Settings:
-    settings: Settings = {
-        "order": "shuffled" if args.shuffle_dataset else "sequential",
-        "chat_template_kwargs": args.chat_template_kwargs or {},
-    }
+    settings: Settings = {"order": "shuffled" if args.shuffle_dataset else "sequential"}
     if args.max_prompt_length is not None:
         settings |= {"max_prompt_length": args.max_prompt_length, "overlong_prompts": "truncate_left"}
     return settings
 
 
 def _rollout(args: Any) -> Settings:
-    settings = {
-        "engine": "vllm" if args.use_vllm else "local",
-        "num_generations": args.num_generations,
-        "max_completion_length": args.max_completion_length,
-        "temperature": float(args.temperature),
-        "top_p": float(args.top_p),
-        "top_k": max(args.top_k or 0, 0),
-        "min_p": float(args.min_p or 0.0),
-        "repetition_penalty": float(args.repetition_penalty),
-        "regex": args.vllm_structured_outputs_regex if args.use_vllm else None,
-    }
+    settings = {"engine": "vllm" if args.use_vllm else "local", "top_k": max(args.top_k or 0, 0)}
+    if args.use_vllm:
+        settings["regex"] = args.vllm_structured_outputs_regex
     for name, value in (args.generation_kwargs or {}).items():
         if name == "do_sample" and value:
             continue
@@ -259,7 +257,7 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
 
 def _vllm(args: Any, world_size: int) -> Settings:
     mode = one_of("vllm_mode", args.vllm_mode, ("server", "colocate"))
-    settings: Settings = {"startup_timeout": float(args.vllm_server_timeout), "sleep": args.vllm_enable_sleep_mode}
+    settings: Settings = {"sleep": args.vllm_enable_sleep_mode}
     if mode == "server":
         host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
         return {**settings, "url": (args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}",)}
@@ -273,11 +271,8 @@ def _vllm(args: Any, world_size: int) -> Settings:
         "--tensor-parallel-size": args.vllm_tensor_parallel_size,
         "--max-model-len": args.vllm_max_model_length,
         "--model-impl": None if args.vllm_model_impl == "vllm" else args.vllm_model_impl,
-        "--dtype": args.vllm_dtype,
     }
     arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    if args.vllm_enable_prefix_caching is not None:
-        arguments.append("--enable-prefix-caching" if args.vllm_enable_prefix_caching else "--no-enable-prefix-caching")
     return {**settings, "start": True, "python": sys.executable, "arguments": tuple(arguments)}
 
 
@@ -292,15 +287,13 @@ def _optim(args: Any, updates: int) -> Settings:
             f"optim {rule!r} is not supported here: set one of {', '.join(OPTIMIZERS)}, or pass an optimizer as "
             "optimizers=(optimizer, None) to GRPOTrainer"
         )
-    settings: Settings = {
+    return {
         "optimizer": OPTIMIZERS[rule],
         "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
         "lr_scheduler_type": schedule,
         "warmup_steps": 0 if schedule == "constant" else int(args.get_warmup_steps(updates)),
         "max_grad_norm": float(args.max_grad_norm or 0.0),
     }
-    numbers = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-    return settings | {name: float(getattr(args, name)) for name in numbers}
 
 
 def _best(args: Any) -> Settings:
@@ -326,9 +319,6 @@ def _run(args: Any, rollouts: int) -> Settings:
     if args.save_strategy == "best" and args.metric_for_best_model is None:
         raise ConfigError("save_strategy 'best' needs metric_for_best_model, such as 'eval_reward'")
     return {
-        "output_dir": args.output_dir,
-        "seed": args.seed,
-        "deterministic": args.full_determinism,
         "max_steps": max(rollouts, 1),
         "save_steps": 0,
         "save_total_limit": limit if limit and limit > 0 else None,

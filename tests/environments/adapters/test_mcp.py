@@ -5,13 +5,9 @@ import contextlib
 import sys
 import textwrap
 import threading
+from importlib.util import find_spec
 
 import pytest
-
-pytest.importorskip("mcp")
-
-from mcp.server.mcpserver import MCPServer
-from mcp.server.mcpserver.exceptions import ToolError as ServerError
 
 from cohort.calls import run_on_loop
 from cohort.config import EnvironmentConfig
@@ -22,8 +18,13 @@ from cohort.environments.contract import EpisodeFailed, ToolCall, ToolError
 from cohort.errors import ConfigError
 from cohort.types import Prompt
 
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="needs mcp")
+
 
 def server(*, tools=True):
+    from mcp.server.mcpserver import MCPServer  # the import takes a second
+    from mcp.server.mcpserver.exceptions import ToolError as ServerError
+
     made = MCPServer("numbers", log_level="CRITICAL")
     if not tools:
         return made

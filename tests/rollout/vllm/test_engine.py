@@ -12,10 +12,10 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from cohort.errors import ConfigError, DataError, EngineError
 from cohort.policy import Policy, Precision, named_weights
-from cohort.rollout import Request, RNGKey, Sampling, Server, VLLMEngine, Watch
+from cohort.rollout import Request, RNGKey, Sampling, VLLMEngine, Watch
 from cohort.rollout.vllm import engine as vllm
 from cohort.rollout.vllm import fleet
-from cohort.rollout.vllm.server import ServerError
+from cohort.rollout.vllm.server import Server, ServerError
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
 from tests.rollout.conftest import drawn_ids
@@ -467,21 +467,21 @@ def test_the_probe_sees_each_loaded_server(policy, start):
     engine, first, second = start(policy, 2, version=None)
     probed = []
 
-    def probe(servers):
-        probed.append([server.url for server in servers])
+    def probe(server):
+        probed.append(server.url)
         return {"vllm/probe_gap": 0.5 / len(probed)}
 
     engine.probe = probe
     engine.update_weights(0)
-    assert probed == [[first.url], [second.url]]
+    assert probed == [first.url, second.url]
     assert engine.metrics()["vllm/probe_gap"] == 0.5
 
 
 def test_a_server_that_fails_in_the_probe_is_left_out(policy, start):
     engine, first, _ = start(policy, 2, version=None)
 
-    def probe(servers):
-        if servers[0].url == first.url:
+    def probe(server):
+        if server.url == first.url:
             raise ServerError(first.url, "/probe", "does not answer")
         return {"vllm/probe_gap": 0.25}
 

@@ -45,7 +45,7 @@ def probe(policy, server):
 
 
 def test_the_same_weights_have_no_gap(probe, server):
-    found = probe([server])
+    found = probe(server)
     assert found.keys() == {"vllm/probe_gap", "vllm/probe_gap_max"}
     assert 0 <= found["vllm/probe_gap"] <= found["vllm/probe_gap_max"] < 1e-5  # rounding in float32
     assert len(probe.token_ids) == 64 - DRAWN_TOKENS  # the model's context
@@ -54,7 +54,7 @@ def test_the_same_weights_have_no_gap(probe, server):
 def test_other_weights_stop_the_run_with_the_size_of_the_gap(probe, server, stand_in):
     stand_in.load(make_model(1).state_dict())
     with pytest.raises(PolicyMismatchError, match=rf"{server.url} does not compute the policy.* nats .*limit 0.001"):
-        probe([server])
+        probe(server)
 
 
 def test_a_stale_prefix_cache_stops_the_run(probe, server, stand_in):
@@ -66,17 +66,17 @@ def test_a_stale_prefix_cache_stops_the_run(probe, server, stand_in):
 
     stand_in.fault = stale
     with pytest.raises(PolicyMismatchError, match="0.5 nats"):
-        probe([server])
+        probe(server)
 
 
 def test_the_threshold_is_the_setting_or_of_the_coarser_dtype(policy, server, stand_in):
     assert ServerProbe(policy, None, {server: torch.float32}).threshold(server) == 1e-3
     assert ServerProbe(policy, None, {server: torch.bfloat16}).threshold(server) == 0.1
     stand_in.load(make_model(1).state_dict())
-    found = ServerProbe(policy, 100.0, {server: torch.float32})([server])
+    found = ServerProbe(policy, 100.0, {server: torch.float32})(server)
     assert found["vllm/probe_gap"] > 0.1
     with pytest.raises(PolicyMismatchError, match="limit 0.01"):
-        ServerProbe(policy, 0.01, {server: torch.bfloat16})([server])
+        ServerProbe(policy, 0.01, {server: torch.bfloat16})(server)
 
 
 def test_a_gap_that_is_no_number_stops_the_run(probe, server, stand_in):
@@ -86,19 +86,19 @@ def test_a_gap_that_is_no_number_stops_the_run(probe, server, stand_in):
 
     stand_in.fault = broken
     with pytest.raises(PolicyMismatchError, match="nan nats"):
-        probe([server])
+        probe(server)
 
 
 def test_an_answer_without_scores_is_an_error(probe, server, stand_in):
     stand_in.fault = lambda number, body, answer: {"choices": answer["choices"]}
     with pytest.raises(ServerError, match="unexpected answer to the probe"):
-        probe([server])
+        probe(server)
 
 
 def test_every_update_is_seen(probe, policy, server, stand_in):
     with torch.no_grad():
         policy.model.lm_head.weight.mul_(1.1)
     with pytest.raises(PolicyMismatchError):
-        probe([server])
+        probe(server)
     stand_in.load(policy.model.state_dict())
-    assert probe([server])["vllm/probe_gap_max"] < 1e-5
+    assert probe(server)["vllm/probe_gap_max"] < 1e-5

@@ -107,16 +107,16 @@ def test_log_probs_agree_before_and_after_updates_by_both_transports(tied, tmp_p
         assert description.dtype == torch.float32
         check_sizes(server, description.sizes, policy.model.config.to_dict())
         probe = ServerProbe(policy, None, {server: description.dtype})
-        gaps = {"start": probe([server])["vllm/probe_gap_max"]}
+        gaps = {"start": probe(server)["vllm/probe_gap_max"]}
         for transport_name in ("files", "group"):
             transport = transport_of(settings(transport=transport_name), torch.device("cpu"))
-            transport.check([server])
+            transport.check(server)
             for number in range(2):
                 perturb(policy, number)
                 with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
-                    probe([server])  # the update is large enough to be seen
+                    probe(server)  # the update is large enough to be seen
                 update(server, transport, policy, f"{transport_name}-{number}")
-                gaps[f"{transport_name} {number}"] = probe([server])["vllm/probe_gap_max"]
+                gaps[f"{transport_name} {number}"] = probe(server)["vllm/probe_gap_max"]
             transport.close()
         print(f"\nlargest gaps in nats, {'tied' if tied else 'untied'}: {gaps}")
         assert max(gaps.values()) <= MAX_GAP

@@ -47,7 +47,7 @@ def test_training_on_a_server_measures_the_gap_after_every_update(tmp_path, stan
     assert [step["vllm/probe_gap_max"] < 1e-4 for step in steps] == [True, True]  # float32
     assert [step["vllm/servers"] for step in steps] == [1, 1]
     one.engine.update_weights(one.policy.version)
-    assert one.engine.probe(one.engine.fleet.live)["vllm/probe_gap_max"] < 1e-4
+    assert one.engine.probe(one.engine.fleet.live[0])["vllm/probe_gap_max"] < 1e-4
     one.engine.close()
 
 
@@ -60,7 +60,7 @@ def test_servers_sleep_during_updates_and_wake_for_weights_and_cache(tmp_path, s
     between = [path for path in paths[sleeps[0] : sleeps[1]] if path != GENERATE]
     expected = ["/sleep", "/pause", "/wake_up", "/collective_rpc", "/wake_up"]
     assert between == [*expected, "/update_weight_version", "/reset_prefix_cache", "/resume"]
-    one.engine.wake()
+    one.engine.update_weights(one.policy.version)
     assert stand_in.awake == {"weights", "kv_cache"}
     one.engine.close()
 

@@ -8,6 +8,7 @@ from cohort.objective import explain
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampling, VLLMEngine
+from cohort.rollout.checks import describe_end_tokens
 from cohort.types import Prompt
 
 
@@ -38,7 +39,7 @@ def describe_run(
         [
             engine.describe_model(),
             f"sampling: {sampling.describe()}{replayed}",
-            engine.describe_ends(),
+            describe_end_tokens(engine.tokenizer, engine.end_token_ids),
             *prompts.describe(),
             describe_prompt(prompts.fetch(DataCursor(), 1)[0]),
             rewards.describe(),

@@ -128,7 +128,7 @@ class StepDisplay:
         return f"  {duration(left)} left" if left else ""
 
     def _break_silence(self) -> None:
-        """Say what the run does whenever nothing was printed for a while."""
+        """Print what the run does whenever nothing was printed for a while."""
         while not self._ended.wait(max(0.1, self._said_at + SILENT_SECONDS - time.monotonic())):
             if time.monotonic() - self._said_at >= SILENT_SECONDS:
                 self._print(self._doing())

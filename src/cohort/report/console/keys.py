@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import re
 import select
+import termios
 import threading
 from contextlib import suppress
 from typing import Any
 
 from cohort.report.console.screen import background_allowed, in_foreground
-
-try:
-    import termios
-except ImportError:  # Windows
-    termios = None  # type: ignore[assignment]
 
 SEQUENCE = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1bO.|\x1b.|[\xc2-\xf4][\x80-\xbf]+|.", re.DOTALL)
 NAMES = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[C": "right", b"\x1b[D": "left", b"\x1b[5~": "page up"}
@@ -31,7 +27,7 @@ class Keys:
     """
 
     def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor if termios else None
+        self._descriptor = descriptor
         self._before: list[Any] | None = None
         self._suspend = b"\x1a"
         self._lock = threading.RLock()

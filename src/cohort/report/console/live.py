@@ -50,7 +50,7 @@ def is_live_terminal() -> bool:
     """Whether standard output is a terminal that a display can be drawn on: not in a notebook, a log of continuous
     integration (``CI``), or with ``TERM=dumb``."""
     try:
-        is_terminal = os.name == "posix" and os.isatty(sys.stdout.fileno()) and sys.stdout.isatty()
+        is_terminal = os.isatty(sys.stdout.fileno()) and sys.stdout.isatty()
     except (OSError, ValueError, AttributeError):  # closed, or replaced by an object without a descriptor
         return False
     is_log = os.environ.get("CI", "").lower() not in ("", "0", "false")

@@ -22,7 +22,6 @@ NO_WRAP, WRAP = "\x1b[?7l", "\x1b[?7h"
 """Whether a line that is wider than the terminal goes on in the next one."""
 PRINT_SECONDS = 0.05
 """What is printed so soon after the display was drawn does not draw it again."""
-BACKGROUND_SIGNALS = {getattr(signal, name) for name in ("SIGTTOU", "SIGTTIN") if hasattr(signal, name)}
 
 
 class Screen:
@@ -105,17 +104,14 @@ def in_foreground(descriptor: int) -> bool | None:
     a rank under ``cohort launch``."""
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except (OSError, AttributeError):
+    except OSError:
         return None
 
 
 @contextmanager
 def background_allowed() -> Iterator[None]:
     """In this block, this thread may use the terminal though the process is in the background: it is not stopped."""
-    if not BACKGROUND_SIGNALS:
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BACKGROUND_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU, signal.SIGTTIN})
     try:
         yield
     finally:

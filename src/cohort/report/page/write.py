@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +16,7 @@ from cohort.report.page.compare import compared
 from cohort.report.page.microscope import QUANTITIES, build_microscope
 from cohort.report.page.render import GENERATOR, render
 from cohort.report.page.replays import replays_of
+from cohort.runs.lines import write_atomically
 
 CAUSES = {
     "masked": "the completion reached the length limit, and objective.truncated masks such completions",
@@ -52,7 +52,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     alone = histories[0].path if len(histories) == 1 else Path()
     target = Path(output).expanduser() if output else alone / "report.html"
     check_target(target)
-    write_page(target, render_run(histories[0]) if len(histories) == 1 else render_comparison(histories))
+    write_atomically(target, render_run(histories[0]) if len(histories) == 1 else render_comparison(histories))
     return target
 
 
@@ -134,17 +134,3 @@ def check_target(target: Path) -> None:
 def _is_page(path: Path) -> bool:
     with path.open("rb") as file:
         return f'content="{GENERATOR}'.encode() in file.read(1000)
-
-
-def write_page(target: Path, text: str) -> None:
-    """Write a file atomically: the old one or the complete new one. A link in its place is not followed."""
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Sends a run to a tracker while it goes on: ``python -m cohort.report.trackers RUN NAME PROJECT``.
 
-Ends when standard input is closed, which the process that trains holds open, and everything is sent. What fails is
-tried again, and the reason is in the state.
+The training process holds standard input open. This process ends when standard input is closed and everything is sent.
+It repeats what fails, and writes the reason to its state.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def _wait_for_end(ended: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    if hasattr(os, "nice"):
-        os.nice(10)  # training goes first
+    os.nice(10)  # training goes first
     of_run = threading.Event()
     threading.Thread(target=_wait_for_end, args=(of_run,), daemon=True).start()
     code = main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] or None, of_run)

@@ -23,7 +23,6 @@ WARN_SECONDS = 60.0
 """Time between warnings about a tracker."""
 END_SECONDS, STOP_SECONDS = 30.0, 10.0
 """How long the end of a complete run, and of a stopped one, waits for all its trackers."""
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 log = logging.getLogger("cohort.trackers")
 
 
@@ -132,14 +131,13 @@ def _start(run: Path, kind: str, project: str | None) -> subprocess.Popen[bytes]
     folder = folder_of(run, kind)
     folder.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     with (folder / "log.txt").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "cohort.report.trackers", str(run.absolute()), kind, project or ""],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C reaches the run only; what it starts is killed with it
         )
 

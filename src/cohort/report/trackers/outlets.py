@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from cohort.report.diagnosis import Finding, Level
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 Rows = Sequence[Sequence[Any]]
 
 
@@ -259,7 +260,7 @@ def open_outlet(kind: str, opening: Opening) -> Outlet:
     """
     from accelerate import PartialState
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # as of the run that started this process
+    for name in RANK_VARIABLES:  # of the run that started this process
         os.environ.pop(name, None)
     PartialState(cpu=True)  # accelerate's logging needs it
     return OUTLETS[kind](opening)

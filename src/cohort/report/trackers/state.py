@@ -14,6 +14,7 @@ from typing import Any, Self
 from cohort.config.account import account_records
 from cohort.config.secrets import hide_secrets
 from cohort.report.files import json_object
+from cohort.runs.lines import write_atomically
 
 ID = re.compile(r"[\w.-]{1,128}")
 MAX_STATE = 1 << 16
@@ -56,10 +57,7 @@ class State:
         """Write the state with some changes; returns it."""
         changed = replace(self, **changes)
         assert changed.id is None or ID.fullmatch(changed.id), changed.id  # or it would not be read again
-        file = file_of(run, kind)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(asdict(changed)) + "\n", encoding="utf-8")
-        part.replace(file)
+        write_atomically(file_of(run, kind), json.dumps(asdict(changed)) + "\n")
         return changed
 
     def remember(self, run: Path, kind: str) -> None:

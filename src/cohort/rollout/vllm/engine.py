@@ -10,8 +10,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar, NamedTuple
@@ -19,12 +20,12 @@ from typing import Any, ClassVar, NamedTuple
 from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World, on_main
 from cohort.policy import Policy, context_length, named_weights, placeholder_ids
-from cohort.rollout.checks import check_finished, check_requests, describe_end_tokens, describe_policy
+from cohort.rollout.checks import check_finished, check_requests, describe_policy
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, TokenEvent, Watch
 from cohort.rollout.stops import StopStrings
 from cohort.rollout.trajectory import Trajectory
 from cohort.rollout.vllm.fleet import Fleet
-from cohort.rollout.vllm.server import Probe, Server, ServerError, WeightTransport
+from cohort.rollout.vllm.server import Server, ServerError, WeightTransport
 from cohort.rollout.vllm.wire import GENERATE, DrawnTurn, WrongWeightsError, generate_request, read_answer
 from cohort.types import FinishReason
 
@@ -58,16 +59,21 @@ class VLLMEngine(Engine):
         context: maximum number of tokens of prompt and completion together at the servers. None: the model's.
         max_batch_size: requests under way at each server at the same time.
         request_timeout: seconds after which a server that has not answered a request is left out.
-        probe: compares the servers with the policy after each update; None: nothing does.
+        probe: compares a server with the policy after each update of its weights, and returns metrics. It raises
+            ``PolicyMismatchError`` if they differ. None: nothing is compared.
         sleeps: whether ``sleep`` frees the servers' memory. Their weights are lost with it.
         world: the ranks. Each sends its own requests; rank 0 sends the weights.
 
     A server that fails (no connection, no answer in time, a status of 500 or above, an answer that is malformed or from
     other weights) is left out, and its requests are repeated on others. It is taken back when it answers and reports
     the present weights, or has taken those of the next update.
+
+    ``stream`` calls ``on_token`` for all tokens of a turn when the turn has ended, and ``cancelled`` and ``on_step``
+    about 50 times a second. A cancelled turn has no tokens. It raises ``EngineError`` if no server is left, or if a
+    server refuses a request.
     """
 
-    capabilities: ClassVar[Capabilities] = Capabilities(keyed_draws=True, continuation=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(continuation=True)
 
     def __init__(
         self,
@@ -80,7 +86,7 @@ class VLLMEngine(Engine):
         context: int | None = None,
         max_batch_size: int = 256,
         request_timeout: float = 600.0,
-        probe: Probe | None = None,
+        probe: Callable[[Server], Mapping[str, float]] | None = None,
         sleeps: bool = False,
         world: World | None = None,
     ) -> None:
@@ -101,7 +107,7 @@ class VLLMEngine(Engine):
         self._numbers = count()
         self._under_way: dict[int, Trajectory] = {}
         self._parked: dict[int, Trajectory] = {}
-        self._ended: deque[EndedTurn] = deque()  # not yet handed back
+        self._ended: deque[EndedTurn] = deque()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._epoch = 0  # answers to requests of earlier epochs are dropped
         self._homes: dict[int, Server] = {}  # by prompt: where its prefix was read last
@@ -133,30 +139,6 @@ class VLLMEngine(Engine):
             else:  # forced tokens alone
                 self._end(trajectory, FinishReason.LENGTH)
         return [trajectory.number for trajectory in trajectories]
-
-    def stream(self, watch: Watch | None = None) -> Generator[EndedTurn]:
-        """See ``Engine``. ``on_token`` is called for all tokens of a turn when the turn has ended; ``cancelled`` and
-        ``on_step`` are called about 50 times a second. A cancelled turn has no tokens.
-
-        Raises:
-            EngineError: no server is left, or a server refuses a request.
-        """
-        if self._streaming:
-            raise ConfigError("this engine is sampling already: use its stream, or a second engine")
-        watch = watch or Watch()
-        self._streaming = True
-        try:
-            while self._ended or self._under_way:
-                while self._ended:
-                    yield self._ended.popleft()
-                self._wait(watch)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self.reset()
-            raise
-        finally:
-            self._streaming = False
 
     def extend(self, trajectory: int, token_ids: Sequence[int], *, rewrite: bool = False) -> None:
         """See ``Engine``. The next turn is a new request with the whole history."""
@@ -195,17 +177,13 @@ class VLLMEngine(Engine):
         self._version = version
 
     def sleep(self) -> None:
-        """See ``Engine``. Servers that are not set up to sleep keep their memory."""
+        """See ``Engine``. Servers that are not set up to sleep keep their memory. The others lose their weights, and
+        wake when they are given weights again."""
         check_finished(self.unfinished, "sleep")
         for server in self.fleet.live if self.sleeps and self.world.is_main else ():
             if self._succeeds(server, lambda one: one.post("/sleep", level="2", timeout=ADMIN_SECONDS)):
                 self._asleep.add(server)
                 self.fleet.leave_out(server, "it sleeps", outdated=True)
-
-    def wake(self) -> None:
-        """See ``Engine``. Servers that sleep have lost their weights, so they are given them again."""
-        if self._version is not None:
-            self.update_weights(self.policy.version)
 
     def close(self) -> None:
         """See ``Engine``."""
@@ -225,10 +203,6 @@ class VLLMEngine(Engine):
         return (
             f"{describe_policy(self.policy)}\nsampler: vLLM at {servers}; at most {limit} completions at a time on each"
         )
-
-    def describe_ends(self) -> str:
-        """The tokens that end a completion, in a line."""
-        return describe_end_tokens(self.tokenizer, self.end_token_ids)
 
     def _send(self, trajectory: Trajectory) -> None:
         self._under_way[trajectory.number] = trajectory
@@ -280,19 +254,22 @@ class VLLMEngine(Engine):
             version=self.fleet.version,
         )
 
-    def _wait(self, watch: Watch) -> None:
+    def _advance(self, watch: Watch) -> bool:
         """Call the callbacks, and take the next answer if there is one."""
+        if not self._under_way:
+            return False
         if watch.on_step:
             watch.on_step()
         if watch.cancelled and watch.cancelled():
             for trajectory in self._abort():
                 self._end(trajectory, FinishReason.CANCELLED)
-        if not self._under_way:
-            return
-        try:
-            answer = self._answers.get(timeout=POLL_SECONDS if watch.on_step or watch.cancelled else None)
-        except Empty:
-            return
+        if self._under_way:
+            with suppress(Empty):
+                answer = self._answers.get(timeout=POLL_SECONDS if watch.on_step or watch.cancelled else None)
+                self._take(answer, watch)
+        return True
+
+    def _take(self, answer: Answer, watch: Watch) -> None:
         if answer.epoch != self._epoch:
             return
         del self._under_way[answer.trajectory.number]
@@ -361,7 +338,7 @@ class VLLMEngine(Engine):
     def _probed(self, server: Server) -> Mapping[str, float]:
         """The probe's metrics of a server; none without a probe, and of one that fails in it, which is left out."""
         try:
-            return self.probe([server]) if self.probe else {}
+            return self.probe(server) if self.probe else {}
         except ServerError as error:
             self.fleet.fail(server, str(error), outdated=True)
             return {}

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import weakref
+from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -184,11 +185,9 @@ def _port(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: it is in use, or no port.
     """
-    given = "0"
-    for number, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name == "--port":
-            given = value or next(iter(arguments[number + 1 :]), "")
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", nargs="?", default="0", const="")
+    given = parser.parse_known_args(arguments)[0].port
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

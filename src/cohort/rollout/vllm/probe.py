@@ -11,7 +11,7 @@ import torch
 
 from cohort.errors import PolicyMismatchError
 from cohort.policy import Policy, context_length
-from cohort.rollout.vllm.server import Probe, Server, ServerError
+from cohort.rollout.vllm.server import Server, ServerError
 
 GENERATE = "/inference/v1/generate"
 THRESHOLDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
@@ -23,10 +23,10 @@ SCORED_TOKENS = 160
 DRAWN_TOKENS = 8
 
 
-class ServerProbe(Probe):
-    """Compares servers with a policy on a fixed text, whose tokens are spread over the vocabulary.
+class ServerProbe:
+    """Compares a server with a policy on a fixed text, whose tokens are spread over the vocabulary.
 
-    Each server scores the text as a prompt, which reads no cached prefix, and then continues it, which does.
+    The server scores the text as a prompt, which reads no cached prefix, and then continues it, which does.
 
     Args:
         policy: the trainer's.
@@ -44,20 +44,20 @@ class ServerProbe(Probe):
         self.token_ids: list[int] = torch.randint(policy.vocab_size, (length,), generator=generator).tolist()
         """The text."""
 
-    def __call__(self, servers: Sequence[Server]) -> dict[str, float]:
-        """See ``Probe``. Metrics: the mean and the largest gap in nats, over the servers."""
-        means, largest = [], []
-        for server in servers:
-            text_N, drawn, drawn_N = self._scored(server)
-            ours_N = self._logps(self.token_ids + drawn)
-            theirs_N = torch.tensor(text_N + drawn_N, dtype=torch.float64)
-            gaps_N = (theirs_N - ours_N).abs()
-            parts = gaps_N[: len(text_N)].mean(), gaps_N[len(text_N) :].mean()
-            mean = float(torch.stack(parts).max())  # NaN if one of them is
-            means.append(mean)
-            largest.append(float(gaps_N.max()))
-            self._check(server, mean, largest[-1])
-        return {"vllm/probe_gap": max(means, default=0.0), "vllm/probe_gap_max": max(largest, default=0.0)}
+    def __call__(self, server: Server) -> dict[str, float]:
+        """Score the text on a server and with the policy; return the mean and the largest gap in nats.
+
+        Raises:
+            PolicyMismatchError: the mean gap is above the threshold.
+        """
+        text_N, drawn, drawn_N = self._scored(server)
+        ours_N = self._logps(self.token_ids + drawn)
+        theirs_N = torch.tensor(text_N + drawn_N, dtype=torch.float64)
+        gaps_N = (theirs_N - ours_N).abs()
+        parts = gaps_N[: len(text_N)].mean(), gaps_N[len(text_N) :].mean()
+        mean, largest = float(torch.stack(parts).max()), float(gaps_N.max())  # NaN if one of them is
+        self._check(server, mean, largest)
+        return {"vllm/probe_gap": mean, "vllm/probe_gap_max": largest}
 
     def threshold(self, server: Server) -> float:
         """The mean gap in nats at which the run stops."""

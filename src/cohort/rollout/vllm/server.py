@@ -205,17 +205,6 @@ class WeightTransport(Protocol):
         """Free everything. Idempotent."""
 
 
-class Probe(Protocol):
-    """Compares servers with the trainer after each update of their weights."""
-
-    def __call__(self, servers: Sequence[Server]) -> Mapping[str, float]:
-        """Score a fixed text on each server and with the trainer's policy; return metrics of the gap.
-
-        Raises:
-            PolicyMismatchError: the gap of a server is above the threshold.
-        """
-
-
 def _words(error: Exception) -> str:
     """An exception in words."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
