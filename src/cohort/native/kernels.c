@@ -7,3 +7,4 @@
 #include "recurrent.c"
 #include "experts.c"
 #include "few_tokens.c"
+#include "packed_product.c"
