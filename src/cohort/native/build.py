@@ -93,8 +93,8 @@ def _kept(folder: Path, key: str) -> Path | None:
 
 @contextlib.contextmanager
 def _workplace(folder: Path) -> Iterator[tuple[Path | None, Path]]:
-    """The folder and a temporary one in it, while no other process compiles there; None and a temporary folder elsewhere
-    if the folder cannot be written to. The lock is the folder's own, so that no file is left behind."""
+    """The folder and a temporary one in it, while no other process compiles there. If the folder cannot be written to:
+    None, and a temporary one elsewhere. The lock is the folder's own, so that no file is left behind."""
     kept_folder: Path | None = folder
     with contextlib.ExitStack() as stack:
         try:
