@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -22,6 +21,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from cohort.lock import alone_in
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -94,15 +95,12 @@ def _kept(folder: Path, key: str) -> Path | None:
 @contextlib.contextmanager
 def _workplace(folder: Path) -> Iterator[tuple[Path | None, Path]]:
     """The folder and a temporary one in it, while no other process compiles there. If the folder cannot be written to:
-    None, and a temporary one elsewhere. The lock is the folder's own, so that no file is left behind."""
+    None, and a temporary one elsewhere."""
     kept_folder: Path | None = folder
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, descriptor)
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            stack.enter_context(alone_in(folder))
             temporary = tempfile.TemporaryDirectory(dir=folder)
         except OSError:
             temporary, kept_folder = tempfile.TemporaryDirectory(), None
