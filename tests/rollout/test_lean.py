@@ -799,7 +799,8 @@ def test_bfloat16_holds_one_copy():
     shown = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in halves if tensor.layout is torch.strided}
     packed = sum(tensor.numel() for tensor in halves if tensor.layout is not torch.strided)  # oneDNN's own layout
     matrices = sum(p.numel() for n, p in policy.model.named_parameters() if p.ndim == 2 and "embed" not in n)
-    assert sum(shown.values()) + packed == matrices
+    # The native kernel fills the head's last panel: 61 outputs take the room of 64.
+    assert sum(shown.values()) + packed - matrices in (0, 3 * 32)
     assert not [
         tensor
         for tensor in new_tensors(before)

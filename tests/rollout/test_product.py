@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cohort.native import Unavailable, load
-from cohort.rollout.product import CHUNK, NativeProduct, multiplies
+from cohort.rollout.product import CHUNK, NativeProduct, PackedProduct, has_pairs, multiplies
 
 try:
     load()
@@ -63,3 +63,81 @@ def test_other_matrices_are_refused():
         NativeProduct([weights[0].bfloat16()], biases)
     with pytest.raises(ValueError, match="an input for each column"):
         NativeProduct(weights, biases)(x[:, :7])
+
+
+pairs = pytest.mark.skipif(not has_pairs(), reason="the processor has no units for pairs of bfloat16 numbers")
+
+
+def packed(weights, biases):
+    product = PackedProduct([len(weight) for weight in weights], weights[0].shape[1])
+    whole = None
+    if any(bias is not None for bias in biases):
+        whole = torch.cat([torch.zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
+    product.pack(weights, whole)
+    return product, whole
+
+
+@pairs
+def test_a_packed_product_by_hand():
+    weights = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, -1.0, 0.0], [4.0, 0.0, 1.0]])]
+    product, _ = packed(weights, [None, torch.tensor([10.0, 0.0])])
+    x = torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 1.0]]).bfloat16()
+    assert product(x).tolist() == [[17.0, 8.5, 8.0], [1.0, 11.0, 1.0]]
+    # 1 + 2^-8 lies between two bfloat16 numbers, of which 1 is even: rounded, whatever it is stored in.
+    product.pack([torch.tensor([[1.0, 2**-8, 0.0]]), weights[1]], None)
+    assert product(torch.ones(1, 3).bfloat16(), torch.float32).tolist() == [[1.0, -0.5, 5.0]]
+
+
+# Less than a panel and an odd number of inputs; several matrices within a panel; more than one part of inputs, and rows
+# that are divided into blocks.
+@pairs
+@pytest.mark.parametrize(("inputs", "outputs"), [(3, (5,)), (45, (24, 1, 13)), (300, (50, 29)), (130, (64,))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_products_are_those_of_float64_and_rows_depend_on_nothing_else(inputs, outputs, dtype):
+    weights, biases, x = made(inputs, *outputs)
+    weights = [weight.to(dtype) for weight in weights]
+    product, bias = packed(weights, biases)
+    x = torch.cat([x, x.flip(0), x + 1, x - 1]).bfloat16()
+    y = product(x)
+    exact = x.double() @ torch.cat(weights).bfloat16().double().T
+    exact += 0 if bias is None else bias.bfloat16().double()
+    # Half a unit in the last place of bfloat16, 2^-8, and the rounding of float32 sums beside it.
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=2e-6 * inputs**0.5)
+    assert torch.equal(product(x, torch.float32), y.float())
+    for rows in (1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 33, 64, 65, 257):
+        assert torch.equal(product(x[:rows]), y[:rows])
+        assert torch.equal(product(x[-rows:]), y[-rows:])
+
+
+@pairs
+def test_a_row_of_a_packed_product_that_is_not_finite_stays_alone():
+    weights, biases, x = made(21, 30)
+    product, _ = packed(weights, biases)
+    x = x.bfloat16()
+    y = product(x)
+    x[4] = torch.nan
+    bad = product(x)
+    assert bad[4].isnan().all()
+    assert torch.equal(bad[5:], y[5:])
+    assert torch.equal(bad[:4], y[:4])
+
+
+@pairs
+def test_threads_change_no_bit_of_a_packed_product(monkeypatch):
+    weights, biases, x = made(300, 200)
+    one, _ = packed(weights, biases)
+    y = one(x.bfloat16())
+    monkeypatch.setattr("cohort.rollout.product.threads_for", lambda _: 3)
+    several, _ = packed(weights, biases)
+    assert torch.equal(several(x.bfloat16()), y)
+
+
+@pairs
+def test_matrices_that_cannot_be_packed_are_refused():
+    weights, biases, x = made(20, 30)
+    product, _ = packed(weights, biases)
+    for others in ([weights[0].T], [weights[0].double()], [weights[0][:, :10].contiguous()]):
+        with pytest.raises(ValueError, match="matrices"):
+            product.pack(others, None)
+    with pytest.raises(ValueError, match="an input for each column"):
+        product(x)

@@ -1,11 +1,14 @@
-"""The matrix products of a decode step in float32, by a kernel that reads the weights where they are: see product.c."""
+"""The matrix products of the sampler by native kernels: in float32 from the weights where they are (product.c), in
+bfloat16 from a packed copy (packed_product.c)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cohort.native import call, load, require, room, threads_for
 
@@ -49,3 +52,56 @@ class NativeProduct:
             out=self._out, count=len(self._parts), threads=threads_for(self._out * self._in), **{"in": self._in},
         )  # fmt: skip
         return y
+
+
+class PackedProduct:
+    """``y = x W^T + b`` of matrices side by side in bfloat16, on processors that multiply pairs of such numbers. Holds
+    a copy of the matrices in the kernel's own layout: see packed_product.c.
+
+    Args:
+        widths: outputs of each matrix.
+        inputs: of all of them.
+    """
+
+    def __init__(self, widths: Sequence[int], inputs: int) -> None:
+        self._widths, self._in, self._out = list(widths), inputs, sum(widths)
+        panel = 2 * load().cohort_lanes()
+        panels = -(-self._out // panel)
+        self._packed = torch.empty(panels, -(-inputs // 2), panel, 2, dtype=torch.bfloat16)
+        self._bias: Tensor | None = None
+
+    @staticmethod
+    def takes(weights: Sequence[Tensor]) -> bool:
+        """Whether matrices can be packed, and the processor has the units. The library must be available."""
+        alike = {w.dtype for w in weights} in ({torch.float32}, {torch.bfloat16})
+        return alike and all(w.device.type == "cpu" and w.is_contiguous() for w in weights) and has_pairs()
+
+    def pack(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+        """Read matrices, ``[out_i, in]`` in float32 or bfloat16, and the bias of all outputs, rounded to bfloat16."""
+        require(self.takes(weights), "contiguous float32 or bfloat16 matrices on the CPU")
+        require([tuple(w.shape) for w in weights] == [(n, self._in) for n in self._widths], "matrices as announced")
+        parts = torch.tensor([[w.data_ptr(), len(w)] for w in weights])
+        call(
+            "pack", parts=parts, packed=self._packed, count=len(weights), out=self._out,
+            narrow=weights[0].dtype == torch.bfloat16, threads=threads_for(self._packed.numel()), **{"in": self._in},
+        )  # fmt: skip
+        if bias is not None:
+            bias = functional.pad(bias.bfloat16().float(), (0, -self._out % self._packed.shape[2]))
+        self._bias = bias
+
+    def __call__(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """``[S, in]`` in bfloat16 to ``[S, all outputs]``, rounded to bfloat16 and stored in ``dtype``."""
+        require(x.dtype == torch.bfloat16 and x.shape[1:] == (self._in,), "an input for each column")
+        x = functional.pad(x, (0, self._in % 2)).contiguous()
+        y = x.new_empty(len(x), self._out, dtype=dtype)
+        call(
+            "packed_product", x=x, packed=self._packed, bias=self._bias, y=y, rows=len(x), out=self._out,
+            threads=threads_for(self._packed.numel()), **{"in": x.shape[1]},
+        )  # fmt: skip
+        return y
+
+
+@functools.cache
+def has_pairs() -> bool:
+    """Whether the processor multiplies pairs of bfloat16 numbers. The library must be available."""
+    return bool(load().cohort_has_pairs())

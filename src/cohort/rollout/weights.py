@@ -17,7 +17,7 @@ from cohort.policy.anatomy import Anatomy
 from cohort.policy.experts import PreparedExperts
 from cohort.policy.float32_head import is_float32
 from cohort.policy.parts import Experts, Gated, Linear, Norm
-from cohort.rollout.product import NativeProduct, multiplies
+from cohort.rollout.product import NativeProduct, PackedProduct, multiplies
 
 PACKED_ROWS = 64
 """Number of rows that packed matrices are laid out for. The layout suits other numbers too."""
@@ -30,7 +30,7 @@ class Product:
         linears: the layers.
         dtype: of computation and output.
         widths: of the parts of the output; otherwise each linear's output is one.
-        native: whether the native kernel computes products in float32.
+        native: whether native kernels compute products where they are meant for them.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Product:
         self._biases: list[Tensor | None] = []
         self._packed: Tensor | None = None
         self._wants_native = native
-        self._native: NativeProduct | None = None
+        self._native: NativeProduct | PackedProduct | None = None
         self._widths = [linear.weight.shape[0] for linear in linears]
         self._cuts = list(widths) if len(widths) > len(linears) else None
         self._adapters: list[tuple[int, Tensor, Tensor, float]] = []
@@ -53,13 +53,27 @@ class Product:
         """Read the present weights."""
         weights: list[Tensor] = [linear.weight.detach() for linear in self._linears]
         biases = [None if linear.bias is None else linear.bias.detach() for linear in self._linears]
+        bias = _side_by_side(biases, weights, self._dtype) if self._casts else None
+        if self._casts and self._wants_native and self._dtype == torch.bfloat16 and PackedProduct.takes(weights):
+            if not isinstance(self._native, PackedProduct):
+                self._native = PackedProduct(self._widths, weights[0].shape[1])
+            self._native.pack(weights, bias)
+        else:
+            self._read(weights, biases, bias)
+        self._adapters = []
+        for number, linear in enumerate(self._linears):
+            for adapter in linear.adapters:
+                pair = adapter.a.detach().to(self._dtype), adapter.b.detach().to(self._dtype)
+                self._adapters.append((number, *pair, adapter.scale))
+
+    def _read(self, weights: list[Tensor], biases: list[Tensor | None], bias: Tensor | None) -> None:
         if self._casts:
             if not self._weights:
                 self._weights = [weights[0].new_empty(sum(self._widths), weights[0].shape[1], dtype=self._dtype)]
             # One linear at a time, which avoids a temporary matrix in the precision of the weights.
             for part, weight in zip(self._weights[0].split(self._widths), weights, strict=True):
                 part.copy_(weight)
-            self._biases = [_side_by_side(biases, weights, self._dtype)]
+            self._biases = [bias]
             self._packed = _packed(self._weights[0])
             if self._packed is not None:
                 self._weights = []
@@ -67,11 +81,6 @@ class Product:
             self._weights, self._biases = weights, biases
         takes = self._wants_native and self._weights and multiplies(self._weights)
         self._native = NativeProduct(self._weights, self._biases) if takes else None
-        self._adapters = []
-        for number, linear in enumerate(self._linears):
-            for adapter in linear.adapters:
-                pair = adapter.a.detach().to(self._dtype), adapter.b.detach().to(self._dtype)
-                self._adapters.append((number, *pair, adapter.scale))
 
     def parts(self, x: Tensor) -> Sequence[Tensor]:
         """``x`` of shape ``[N, in]`` to the parts of the output, ``[N, out_i]``."""

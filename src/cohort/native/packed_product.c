@@ -1,0 +1,138 @@
+/* Products of the sampler in bfloat16 with float32 sums, y = x W^T + b, on processors that multiply pairs of bfloat16
+ * numbers.
+ *
+ * The matrix is packed once: [panels, pairs of inputs, PANEL outputs, 2], so that a vector holds a pair of inputs of
+ * LANES outputs, and a product reads its memory in order. Outputs without a weight are 0. Each weight is read from
+ * memory once for all rows of a block; the next part is fetched meanwhile. A sum runs over pairs in order: it depends
+ * neither on the other rows nor on their number.
+ */
+#include "vectors.h"
+
+enum {
+    PANEL_OUTPUTS = 2 * LANES, /* words of 32 bits of a pair of inputs */
+    DEEP = 64,        /* pairs of inputs of a part: its weights stay in the nearest cache while all rows pass by */
+    FEW_ROWS = 8,     /* rows of a tile: twice as many sums as the multipliers need in flight */
+    NEAR_ROWS = 64,   /* rows whose sums stay in the nearest cache, a multiple of FEW_ROWS */
+    BLOCK_ROWS = 256, /* rows that stay in the cache while all weights pass by, a multiple of NEAR_ROWS */
+    CACHE_LINE = 64
+};
+
+typedef struct {
+    const int64_t *parts; /* [count, 2] for matrices side by side: addresses of [outputs, in], number of outputs */
+    void *packed;
+    int64_t count, in, out, narrow, threads; /* narrow: the matrices are in bfloat16, not in float32 */
+} packing;
+
+static void pack_panel(void *what, int64_t panel, int thread) {
+    const packing *p = what;
+    const int64_t *part = p->parts, pairs = (p->in + 1) / 2, size = p->narrow ? 2 : 4;
+    const char *rows[PANEL_OUTPUTS];
+    int64_t before = 0;
+    (void)thread;
+    for (int64_t i = 0; i < PANEL_OUTPUTS; i++) {
+        const int64_t output = panel * PANEL_OUTPUTS + i;
+        while (output < p->out && output >= before + part[1]) before += part[1], part += 2;
+        rows[i] = output < p->out ? (const char *)part[0] + (output - before) * p->in * size : 0;
+    }
+    for (int64_t k = 0; k < pairs; k += LANES) {
+        const int64_t found = sooner(2 * LANES, p->in - 2 * k);
+        uint16_t numbers[PANEL_OUTPUTS][2 * LANES] = {0};
+        uint32_t words[PANEL_OUTPUTS][LANES], *to = (uint32_t *)p->packed + (panel * pairs + k) * PANEL_OUTPUTS;
+        for (int64_t i = 0; i < PANEL_OUTPUTS; i++) {
+            if (!rows[i]) continue;
+            const char *from = rows[i] + 2 * k * size;
+            if (p->narrow) memcpy(numbers[i], from, (size_t)(2 * found));
+            else if (found < 2 * LANES)
+                for (int64_t n = 0; n < found; n++) store1(numbers[i], n, load1(from, n, 0), 1);
+            else
+                for (int64_t n = 0; n < found; n += LANES) store(numbers[i], n, load(from, n, 0), 1);
+        }
+        memcpy(words, numbers, sizeof words);
+        for (int64_t pair = 0; pair < sooner(LANES, pairs - k); pair++)
+            for (int64_t i = 0; i < PANEL_OUTPUTS; i++) to[pair * PANEL_OUTPUTS + i] = words[i][pair];
+    }
+}
+
+void cohort_pack(packing *p) { run(pack_panel, p, (p->out + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS, (int)p->threads); }
+
+typedef struct {
+    const void *x;     /* [rows, in], in bfloat16 */
+    const void *packed;
+    const float *bias; /* of all outputs of all panels; NULL: none */
+    void *y;           /* [rows, out], in bfloat16, or rounded to it and stored in float32 */
+    int64_t rows, in, out, y_half, threads; /* `in` is even */
+} packed_product;
+
+/* Add the products of the pairs from `from` to `end` to the sums of `n` rows, [n, PANEL_OUTPUTS], and fetch `lines` cache
+ * lines for each pair meanwhile. */
+INLINE void packed_tile(const int n, const uint16_t *x, int64_t in, const float *weights, int64_t from, int64_t end,
+                        float *sums, const char *next, int64_t lines) {
+    vec total[2 * FEW_ROWS];
+    UNROLL_ALL for (int i = 0; i < 2 * n; i++) total[i] = from ? load(sums, i * LANES, 0) : (vec){0};
+    for (int64_t k = from; k < end; k++) {
+        const vec first = load(weights, k * PANEL_OUTPUTS, 0), second = load(weights, k * PANEL_OUTPUTS + LANES, 0);
+        for (int64_t i = 0; i < lines; i++, next += CACHE_LINE) __builtin_prefetch(next);
+        UNROLL for (int r = 0; r < n; r++) {
+            const vec one = all_bits((const float *)(x + r * in + 2 * k));
+            total[2 * r] = ADD_PAIRS(total[2 * r], first, one);
+            total[2 * r + 1] = ADD_PAIRS(total[2 * r + 1], second, one);
+        }
+    }
+    UNROLL_ALL for (int i = 0; i < 2 * n; i++) store(sums, i * LANES, total[i], 0);
+}
+
+/* A part of the sums of a panel for up to NEAR_ROWS rows. `ahead`: fetch the following part of the matrix meanwhile. */
+INLINE void packed_part(const packed_product *p, const uint16_t *x, int64_t rows, const float *weights, int64_t from,
+                        int64_t end, float *sums, int ahead) {
+    const char *next = (const char *)(weights + end * PANEL_OUTPUTS);
+    for (int64_t row = 0, n; row < rows; row += n) {
+        const int64_t left = rows - row, both = rows <= FEW_ROWS; /* a pair of inputs has two lines */
+        const int64_t lines = !ahead || row > FEW_ROWS || (row && both) ? 0 : both ? 2 : 1;
+        const uint16_t *first = x + row * p->in;
+        float *own = sums + row * PANEL_OUTPUTS;
+        n = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (n == 8) packed_tile(8, first, p->in, weights, from, end, own, next, lines);
+        else if (n == 4) packed_tile(4, first, p->in, weights, from, end, own, next, lines);
+        else if (n == 2) packed_tile(2, first, p->in, weights, from, end, own, next, lines);
+        else packed_tile(1, first, p->in, weights, from, end, own, next, lines);
+        next += lines * (end - from) * CACHE_LINE;
+    }
+}
+
+static void packed_panel(void *what, int64_t panel, int thread) {
+    const packed_product *p = what;
+    const int64_t pairs = p->in / 2, output = panel * PANEL_OUTPUTS, count = sooner(PANEL_OUTPUTS, p->out - output);
+    const float *weights = (const float *)p->packed + panel * pairs * PANEL_OUTPUTS;
+    float sums[NEAR_ROWS * PANEL_OUTPUTS];
+    (void)thread;
+    for (int64_t row = 0; row < p->rows; row += NEAR_ROWS) {
+        const int64_t rows = sooner(NEAR_ROWS, p->rows - row);
+        const uint16_t *x = (const uint16_t *)p->x + row * p->in;
+        for (int64_t from = 0; from < pairs; from += DEEP)
+            packed_part(p, x, rows, weights, from, sooner(from + DEEP, pairs), sums, !row);
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t at = (row + r) * p->out + output;
+            uint16_t narrow[PANEL_OUTPUTS];
+            for (int i = 0; i < PANEL_OUTPUTS; i += LANES) {
+                vec total = load(sums, r * PANEL_OUTPUTS + i, 0);
+                if (p->bias) total += load(p->bias, output + i, 0);
+                store(narrow, i, total, 1);
+            }
+            if (p->y_half) memcpy((uint16_t *)p->y + at, narrow, (size_t)(2 * count));
+            else if (count == PANEL_OUTPUTS)
+                for (int i = 0; i < PANEL_OUTPUTS; i += LANES) store(p->y, at + i, load(narrow, i, 1), 0);
+            else
+                for (int i = 0; i < count; i++) store1(p->y, at + i, load1(narrow, i, 1), 0);
+        }
+    }
+}
+
+void cohort_packed_product(packed_product *whole) {
+    const int64_t panels = (whole->out + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
+    for (int64_t row = 0; row < whole->rows; row += BLOCK_ROWS) {
+        packed_product p = *whole;
+        p.x = (const uint16_t *)p.x + row * p.in, p.y = (char *)p.y + row * p.out * (p.y_half ? 2 : 4);
+        p.rows = sooner(BLOCK_ROWS, p.rows - row);
+        run(packed_panel, &p, panels, (int)p.threads);
+    }
+}
