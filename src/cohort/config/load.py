@@ -254,7 +254,7 @@ def _find(name: str) -> tuple[list[str], list[str], FieldInfo]:
     """The path of the setting that a dotted name begins with, the keys after it, and the setting's declaration.
 
     Raises:
-        ConfigError: there is no such setting, or its value is not a table and has no keys.
+        ConfigError: there is no such setting, it is a section, or its value is not a table and has no keys.
     """
     keys, schema = name.split("."), GRPOConfig
     for depth, key in enumerate(keys, 1):
@@ -269,6 +269,9 @@ def _find(name: str) -> tuple[list[str], list[str], FieldInfo]:
                 break
             rest = rest if "Any]" in form else [".".join(rest)]  # a table of strings is flat
         return path, rest, field
+    else:
+        settings = ", ".join(f"--{name}.{key}" for key in [*schema.model_fields][:3])
+        raise ConfigError(f"--{name} is a section: set one of its settings, such as {settings}")
     raise ConfigError(f"unknown setting --{name}{suggestion(name, GRPOConfig, prefix='--')}")
 
 

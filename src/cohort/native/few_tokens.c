@@ -32,24 +32,6 @@ typedef struct {
     int paired;
 } work;
 
-#if defined(__AVX512BF16__)
-enum { HAS_PAIRS = 1 };
-#define ADD_PAIRS(total, a, b) (vec) _mm512_dpbf16_ps((__m512)(total), (__m512bh)(a), (__m512bh)(b))
-#else
-enum { HAS_PAIRS = 0 };
-#define ADD_PAIRS(total, a, b) (total)
-#endif
-
-/* Whether products in bfloat16 are those of the processor's units for it. */
-int cohort_has_pairs(void) { return HAS_PAIRS; }
-
-/* One number of 32 bits, whatever it is, in all lanes. */
-INLINE vec all_bits(const float *from) {
-    int32_t bits;
-    memcpy(&bits, from, sizeof bits);
-    return (vec)(bits - (ivec){0});
-}
-
 /* Numbers of `room`, for so many rows. */
 int64_t cohort_few_room(int64_t rows, int64_t hidden, int64_t inner, int64_t threads) {
     return rows * (1 + hidden + inner) + threads * PANEL * later(hidden, inner);
@@ -80,10 +62,10 @@ INLINE void few_tile(const int wide, const int paired, const float *const *at, i
             UNROLL for (int i = 0; i < OUTS; i++) __builtin_prefetch(at[i] + k + ahead);
         UNROLL for (int v = 0; v < wide; v++) rows[v] = load(x, k * stride + v * LANES, 0);
         UNROLL for (int i = 0; i < OUTS; i++) {
-            const vec weight = paired ? all_bits(at[i] + k) : all(at[i][k]);
+            const vec weight = all_bits(at[i] + k);
             UNROLL for (int v = 0; v < wide; v++) {
                 vec *one = total + i * wide + v;
-                *one = paired ? ADD_PAIRS(*one, weight, rows[v]) : multiply_add(weight, rows[v], *one);
+                *one = add_product(weight, rows[v], *one, paired ? PAIRS : 0);
             }
         }
     }

@@ -1,6 +1,7 @@
 /* The whole library: one translation unit, so that all kernels run on the same threads. */
 #include "decode.c"
 #include "product.c"
+#include "attention_table.c"
 #include "attention.c"
 #include "update.c"
 #include "recurrent.c"

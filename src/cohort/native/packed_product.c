@@ -89,8 +89,8 @@ INLINE void packed_tile(const int n, const uint16_t *x, int64_t in, const float 
         for (int64_t i = 0; i < lines; i++, next += CACHE_LINE) __builtin_prefetch(next);
         UNROLL for (int r = 0; r < n; r++) {
             const vec one = all_bits((const float *)(x + r * in + 2 * k));
-            total[2 * r] = ADD_PAIRS(total[2 * r], first, one);
-            total[2 * r + 1] = ADD_PAIRS(total[2 * r + 1], second, one);
+            total[2 * r] = add_product(first, one, total[2 * r], PAIRS);
+            total[2 * r + 1] = add_product(second, one, total[2 * r + 1], PAIRS);
         }
     }
     UNROLL_ALL for (int i = 0; i < 2 * n; i++) store(sums, i * LANES, total[i], 0);

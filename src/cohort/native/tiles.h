@@ -1,8 +1,11 @@
-/* Products of attention: of a few queries with many keys, and of their weights with many values.
+/* Products of attention: of a few queries with many keys, of their weights with many values, and of both backward.
  *
  * Keys are stored in blocks of LANES tokens, [tokens / LANES, padded, LANES], so that a vector has the same dimension of
  * LANES keys and scores need no sums across lanes. Values are stored by token, [tokens, padded]. Queries and outputs are
  * rows of `padded` numbers.
+ *
+ * If `half` is PAIRS, "numbers" are words of two: of queries and keys two dimensions, of weights and values two tokens.
+ * Scores and outputs stay float32.
  */
 #pragma once
 #include "vectors.h"
@@ -26,9 +29,9 @@ INLINE int64_t score_tile(const int n, const int deep, const float *q, const voi
             vec k[4]; /* one factor of all sums, and one of the other at a time: more would not fit the registers */
             UNROLL for (int b = 0; b < deep; b++) k[b] = load(keys, (block + b) * size + d * LANES, half);
             UNROLL for (int i = 0; i < n; i++) {
-                const vec one = all(q[i * s->padded + d]);
+                const vec one = all_bits(q + i * s->padded + d);
                 UNROLL for (int b = 0; b < deep; b++)
-                    total[i * deep + b] = multiply_add(one, k[b], total[i * deep + b]);
+                    total[i * deep + b] = add_product(one, k[b], total[i * deep + b], half);
             }
         }
         UNROLL_ALL for (int i = 0; i < n * deep; i++)
@@ -74,9 +77,9 @@ INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t 
             vec v[4];
             UNROLL for (int w = 0; w < wide; w++) v[w] = load(values, t * s->padded + d + w * LANES, half);
             UNROLL for (int i = 0; i < n; i++) {
-                const vec one = all(weights[i * stride + t]);
+                const vec one = all_bits(weights + i * stride + t);
                 UNROLL for (int w = 0; w < wide; w++)
-                    total[i * wide + w] = multiply_add(one, v[w], total[i * wide + w]);
+                    total[i * wide + w] = add_product(one, v[w], total[i * wide + w], half);
             }
         }
         UNROLL_ALL for (int i = 0; i < n * wide; i++) store(out, i / wide * s->padded + d + i % wide * LANES, total[i], 0);
@@ -104,4 +107,38 @@ INLINE void mix(int64_t n, const float *weights, int64_t stride, const void *val
                 int64_t end, float *out, const int half) {
     for (; from < end; from += NEAR)
         mix_near(n, weights, stride, values, s, from, sooner(from + NEAR, end), out, half);
+}
+
+/* target[t] += sum over `queries` queries of weights[i][t] rows[i], for `count` tokens from `t` on, `wide` vectors of D at a
+ * time. If `half` is PAIRS, rows and weights are words of two queries. */
+INLINE void fold_tile(const int count, const int wide, const float *weights, int64_t stride, const float *rows,
+                      int64_t padded, int64_t queries, int64_t t, float *target, const int half) {
+    for (int64_t d = 0; d + wide * LANES <= padded; d += wide * LANES) {
+        float *to = target + t * padded + d;
+        vec total[12];
+        UNROLL_ALL for (int i = 0; i < count * wide; i++) total[i] = load(to, i / wide * padded + i % wide * LANES, 0);
+        for (int64_t i = 0; i < queries; i++) {
+            vec row[2];
+            UNROLL_ALL for (int w = 0; w < wide; w++) row[w] = load(rows, i * padded + d + w * LANES, 0);
+            UNROLL_ALL for (int n = 0; n < count; n++) {
+                const vec one = all_bits(weights + i * stride + t + n);
+                UNROLL_ALL for (int w = 0; w < wide; w++)
+                    total[n * wide + w] = add_product(one, row[w], total[n * wide + w], half);
+            }
+        }
+        UNROLL_ALL for (int i = 0; i < count * wide; i++) store(to, i / wide * padded + i % wide * LANES, total[i], 0);
+    }
+}
+
+/* The same for the tokens from `from` to `end`. */
+INLINE void fold(const float *weights, int64_t stride, const float *rows, int64_t padded, int64_t queries, int64_t from,
+                 int64_t end, float *target, const int half) {
+    const int odd = padded / LANES % 2;
+    int64_t t = from;
+    for (; t + 6 <= end; t += 6)
+        if (odd) fold_tile(6, 1, weights, stride, rows, padded, queries, t, target, half);
+        else fold_tile(6, 2, weights, stride, rows, padded, queries, t, target, half);
+    for (; t < end; t++)
+        if (odd) fold_tile(1, 1, weights, stride, rows, padded, queries, t, target, half);
+        else fold_tile(1, 2, weights, stride, rows, padded, queries, t, target, half);
 }

@@ -47,6 +47,14 @@ void cohort_set_threads(parallel_fn *parallel, thread_fn *number, thread_fn *cou
 
 int cohort_lanes(void) { return LANES; }
 
+/* Whether products in bfloat16 are those of the processor's units for it. */
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+int cohort_has_pairs(void) { return HAS_PAIRS; }
+
 typedef struct {
     void (*work)(void *what, int64_t item, int thread);
     void *what;
@@ -72,7 +80,7 @@ static void run(void (*work)(void *, int64_t, int), void *what, int64_t items, i
 /* ---- loads and stores: float32, or bfloat16 if `half` (a constant wherever these are inlined) */
 
 INLINE vec load(const void *from, int64_t index, const int half) {
-    if (half) {
+    if (half == 1) {
         hvec bits;
         memcpy(&bits, (const uint16_t *)from + index, sizeof bits);
 #if defined(__AVX512F__) /* gcc would widen two halves */
@@ -87,7 +95,7 @@ INLINE vec load(const void *from, int64_t index, const int half) {
 }
 
 INLINE float load1(const void *from, int64_t index, const int half) {
-    if (!half) return ((const float *)from)[index];
+    if (half != 1) return ((const float *)from)[index];
     const uint32_t bits = (uint32_t)((const uint16_t *)from)[index] << 16;
     float x;
     memcpy(&x, &bits, sizeof x);
@@ -136,11 +144,57 @@ INLINE float highest(vec x) {
     return top;
 }
 
+/* ---- words of two bfloat16 numbers, which the processor may multiply and add at once: the first is the lower half */
+
+#define PAIRS 2 /* as `half` */
+
+/* One number of 32 bits, whatever it is, in all lanes. */
+INLINE vec all_bits(const float *from) {
+    int32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return (vec)(bits - (ivec){0});
+}
+
+/* total + the products of both numbers of words if `half` is PAIRS, else total + a b. */
+INLINE vec add_product(vec a, vec b, vec total, const int half) {
+#if HAS_PAIRS
+    if (half == PAIRS) return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#endif
+    (void)half;
+    return multiply_add(a, b, total);
+}
+
+/* Numbers as bfloat16 from `index` on, in words of neighbours. Denormal ones may become 0. */
+INLINE void store_words(void *to, int64_t index, vec x) {
+#if HAS_PAIRS
+    _mm256_storeu_si256((void *)((uint16_t *)to + index), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    store(to, index, x, 1);
+#endif
+}
+
+/* Words of the numbers of two vectors, rounded likewise. */
+INLINE vec pair(vec first, vec second) {
+#if HAS_PAIRS
+    uvec order = {0};
+    for (uint32_t i = 0; i < LANES; i++) order[i] = i | (i + LANES) << 16;
+    return (vec)_mm512_permutexvar_epi16((__m512i)order, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#else
+    hvec halves[2];
+    store(halves, 0, first, 1), store(halves, LANES, second, 1);
+    return (vec)(__builtin_convertvector(halves[0], uvec) | __builtin_convertvector(halves[1], uvec) << 16);
+#endif
+}
+
+/* ---- functions */
+
 /* exp (Cephes' expf), accurate to 2 units in the last place. 0 and infinity beyond float32's range; NaN for NaN. */
 INLINE vec exponential(vec x) {
     const vec magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
+#if !defined(__AVX512F__)
     const ivec none = x < -87.3f, too_much = x > 88.3f;
     x = pick(too_much | none, (vec){0}, x);
+#endif
     const vec shifted = multiply_add(x, all(1.44269504088896341f), magic), n = shifted - magic;
     const vec r = multiply_add(n, all(2.12194440e-4f), multiply_add(n, all(-0.693359375f), x));
     const float terms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
@@ -148,7 +202,13 @@ INLINE vec exponential(vec x) {
     UNROLL for (int i = 0; i < 5; i++) p = multiply_add(p, r, all(terms[i]));
     p = multiply_add(p * r, r, r) + 1.0f;
     const vec power = (vec)(((ivec)shifted - (ivec)magic + 127) << 23);
+#if defined(__AVX512F__)
+    const __mmask16 some = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-87.3f), _CMP_NLT_UQ);
+    const __mmask16 too_much = _mm512_cmp_ps_mask((__m512)x, (__m512)all(88.3f), _CMP_GT_OQ);
+    return (vec)_mm512_mask_mov_ps(_mm512_maskz_mul_ps(some, (__m512)p, (__m512)power), too_much, (__m512)all(INFINITY));
+#else
     return pick(too_much, all(INFINITY), (vec)(~none & (ivec)(p * power)));
+#endif
 }
 
 /* tanh as a ratio of polynomials (Eigen's coefficients), accurate to a few units in the last place. */

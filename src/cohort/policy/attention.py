@@ -129,9 +129,9 @@ class _Native(torch.autograd.Function):
         ctx: Any, work: Work, scaling: float, window: int | None, sinks: Tensor | None, *given: Tensor | None
     ) -> Tensor:
         ctx.dtypes, ctx.rest = [part.dtype for part in given if part is not None], (work, scaling, window)
+        tensors = *_by_token(*given[:3]), *_by_token(*given[3:])
         wide = torch.float32 if work.longest > BLOCK else None  # outputs of blocks add up in memory
-        tensors = *_by_token(*given[:3], wide=wide), *_by_token(*given[3:])
-        out = _zeros_after(tensors[0], _written(work))
+        out = _zeros_after(tensors[0], _written(work), wide)
         lse = out.new_zeros(out.shape[:2], dtype=torch.float32)
         _attend_natively(ctx.rest, tensors, out=out, lse=lse)
         if sinks is not None:
@@ -145,8 +145,8 @@ class _Native(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse, sinks = ctx.saved_tensors
         work, *_ = ctx.rest
-        (grad,) = _by_token(grad.to(out.dtype))
-        grads = [_zeros_after(part, _written(work)) for part in tensors[:3]]
+        (grad,) = _by_token(grad.to(tensors[0].dtype))
+        grads = [_zeros_after(part, _written(work)) for part in (out, *tensors[1:3])]
         in_place = work.slots == 1 and bool(ctx.leaves) and all(_adds_up(leaf.grad) for leaf in ctx.leaves)
         if in_place:  # as below in _TwoPart
             grads += [leaf.grad.transpose(0, 1)[None] for leaf in ctx.leaves]
@@ -175,9 +175,9 @@ def _written(work: Work) -> int:
     return work.tokens if work.drawn_before is None else 0
 
 
-def _zeros_after(like: Tensor, count: int) -> Tensor:
+def _zeros_after(like: Tensor, count: int, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor with zeros from index ``count`` on."""
-    made = torch.empty_like(like)
+    made = torch.empty_like(like, dtype=dtype)
     made[count:] = 0
     return made
 
@@ -197,7 +197,7 @@ def _attend_natively(settings: tuple[Work, float, int | None], tensors: Sequence
     """The kernel of attention.c, forward, or backward if there is a ``grad_out``; see ``_Native.forward``."""
     (work, scaling, window), (q, k, v, prefix_k, prefix_v) = settings, tensors
     (tokens, heads, width), kv_heads, threads = q.shape, k.shape[1], torch.get_num_threads()
-    require(q.dtype == k.dtype == v.dtype == others["out"].dtype, "queries, keys and values of one dtype")
+    require(q.dtype == k.dtype == v.dtype, "queries, keys and values of one dtype")
     require(k.shape == v.shape == (tokens, kv_heads, width), "keys and values of one width and number of tokens")
     require(heads % kv_heads == 0 and tokens >= work.tokens, "the heads and tokens of the layout")
     prefix = [part for part in (prefix_k, prefix_v) if part is not None]
@@ -208,7 +208,8 @@ def _attend_natively(settings: tuple[Work, float, int | None], tensors: Sequence
     library.cohort_attention_scratch.argtypes, library.cohort_attention_scratch.restype = [c_int64] * 3, c_int64
     padded = -(-width // library.cohort_lanes()) * library.cohort_lanes()
     capacity = min(work.longest, BLOCK)
-    require(capacity == work.longest or q.dtype == torch.float32, "float32 where outputs of blocks add up")
+    wide = capacity < work.longest
+    require(others["out"].dtype == (torch.float32 if wide else q.dtype), "float32 where outputs of blocks add up")
     size = library.cohort_attention_scratch(capacity, padded, "grad_out" in others)
     call(
         "packed_attention", q=q, k=k, v=v, prefix_k=prefix_k, prefix_v=prefix_v, sequences=work.sequences,
@@ -220,12 +221,12 @@ def _attend_natively(settings: tuple[Work, float, int | None], tensors: Sequence
     )  # fmt: skip
 
 
-def _by_token(*parts: Any, wide: torch.dtype | None = None) -> Sequence[Any]:
+def _by_token(*parts: Any) -> Sequence[Any]:
     """``[heads, T, D]`` to contiguous ``[T, heads, D]``, in the widest dtype of the parts (rotation and adapters may
-    return some of them wider than others) or in ``wide``."""
+    return some of them wider than others)."""
     if parts[0] is None:
         return parts
-    dtype = wide or functools.reduce(torch.promote_types, [part.dtype for part in parts])
+    dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
     return [part.to(dtype).transpose(0, 1).contiguous() for part in parts]
 
 

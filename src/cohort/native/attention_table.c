@@ -1,0 +1,206 @@
+/* What a thread of attention.c works on: the table of keys and values, the tile of queries, and where their numbers come
+ * from and go to.
+ */
+#include "tiles.h"
+
+#define QUERIES (HAS_PAIRS ? 32 : 16) /* a multiple of TILE */
+#define STRIP 48 /* tokens, a multiple of LANES, whose scores the backward pass holds at a time: in the nearest cache */
+
+typedef struct {
+    const void *q, *k, *v, *prefix_k, *prefix_v; /* [T, A, D], twice [T, G, D], twice [X, G, D] */
+    void *out;                                   /* [T, A, D]; read by the backward pass; float32 if there are blocks */
+    float *lse;                                  /* [T, A] */
+    const void *grad_out;                        /* NULL: forward */
+    void *grad_q, *grad_k, *grad_v;
+    float *grad_prefix_k, *grad_prefix_v; /* [slots, X, G, D], added to */
+    const int64_t *sequences;             /* [S, 4]: first token, tokens, first token and tokens of its prefix */
+    const int64_t *items;                 /* [items, 3]: first sequence, sequence after the last, slot */
+    const int64_t *drawn_before;          /* [T + 1]: tokens before each that need an output; NULL: all need one */
+    float *scratch;                       /* [threads, scratch_size] */
+    int64_t item_count, kv_heads, group, width, padded, capacity, prefix_tokens, window, half, prefix_half,
+        out_half, scratch_size, threads;
+    float scaling;
+} packed;
+
+/* A thread's scratch memory. Keys and values are stored by token, [capacity, padded], and in the blocks of `score`. If
+ * pairs: `rows` has words of two tokens, blocks of two dimensions; the words of q and grad are of two dimensions, and
+ * their pairs, those of weights and those of slopes of two queries. */
+typedef struct {
+    shape of;
+    float *rows;                                                /* values; backward: keys */
+    float *key_blocks, *value_blocks, *grad_keys, *grad_values; /* the last three: backward only */
+    float *q, *out, *grad, *q_words, *grad_words, *q_pairs, *grad_pairs;
+    float *weights, *slopes, *weight_pairs, *slope_pairs;
+    int64_t stride;     /* of the last four */
+    int64_t first, end; /* the table holds these tokens of a prefix and a sequence after it */
+    int joins;          /* whether there are other blocks */
+} table;
+
+/* Numbers of a query's scores. */
+static int64_t held(int64_t capacity, int64_t backward) { return backward ? STRIP : up(capacity) * LANES; }
+
+/* Nothing is initialised. Numbers beyond a head's width or a sequence's tokens stay arbitrary, except beside a last one
+ * in a word: they are multiplied but never read. */
+static table laid_out(const packed *p, int thread) {
+    const int64_t size = up(p->capacity) * LANES * p->padded, tile = QUERIES * p->padded;
+    float *at = p->scratch + thread * p->scratch_size;
+    table t = {.of = {p->width, p->padded}, .stride = held(p->capacity, p->grad_out != 0), .end = INT64_MAX};
+    float **parts[] = {&t.rows, &t.key_blocks, &t.value_blocks, &t.grad_keys, &t.grad_values};
+    for (int i = 0; i < (p->grad_out ? 5 : 2); i++) *parts[i] = at, at += size;
+    t.q = at, t.out = t.q + tile, t.grad = t.out + tile, t.q_words = t.grad + tile;
+    t.grad_words = t.q_words + tile / 2, t.q_pairs = t.grad_words + tile / 2, t.grad_pairs = t.q_pairs + tile / 2;
+    t.weights = t.grad_pairs + tile / 2, t.slopes = t.weights + QUERIES * t.stride;
+    t.weight_pairs = t.slopes + QUERIES * t.stride, t.slope_pairs = t.weight_pairs + QUERIES / 2 * t.stride;
+    return t;
+}
+
+int64_t cohort_attention_scratch(int64_t capacity, int64_t padded, int64_t backward) {
+    const int64_t size = up(capacity) * LANES * padded;
+    return (backward ? 5 : 2) * size + 5 * QUERIES * padded + 3 * QUERIES * held(capacity, backward);
+}
+
+/* Copy `count` tokens of one head, from `first` on, to the table's tokens from `position` on. */
+static void lay_numbers(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
+                int64_t head, int64_t position, const int half) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t from = ((first + i) * p->kv_heads + head) * p->width, to = position + i;
+        const int64_t block = to / LANES * p->padded * LANES + to % LANES;
+        for (int64_t d = 0; d < p->width; d++) {
+            const float k = load1(keys, from + d, half), v = load1(values, from + d, half);
+            t->rows[to * p->padded + d] = t->value_blocks ? k : v;
+            t->key_blocks[block + d * LANES] = k;
+            if (t->value_blocks) t->value_blocks[block + d * LANES] = v;
+        }
+    }
+}
+
+/* The same as words, with zeros beside a last token that has no neighbour. Float32 numbers are rounded: those of a
+ * prefix, which an update widens from bfloat16 to add up its gradients. */
+static void lay_words(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
+                      int64_t head, int64_t position, const int half) {
+    uint32_t *blocks[] = {(uint32_t *)t->key_blocks, (uint32_t *)t->value_blocks};
+    for (int64_t i = 0; i < count + (position + count) % 2; i++) {
+        const int64_t from = ((first + i) * p->kv_heads + head) * p->width, to = position + i;
+        const int64_t block = (to / LANES * (p->padded / 2)) * LANES + to % LANES;
+        const uint16_t *of[] = {(const uint16_t *)keys + from, (const uint16_t *)values + from};
+        for (int64_t d = 0; !half && i < count && d < p->width; d++) {
+            store1(t->q, d, ((const float *)keys)[from + d], 1), store1(t->out, d, ((const float *)values)[from + d], 1);
+            of[0] = (uint16_t *)t->q, of[1] = (uint16_t *)t->out;
+        }
+        const uint16_t *row = of[t->value_blocks ? 0 : 1];
+        uint16_t *halves = (uint16_t *)t->rows + to / 2 * 2 * p->padded + to % 2;
+        for (int64_t d = 0; d < p->width; d++) halves[d * 2] = i < count ? row[d] : 0;
+        for (int kind = 0; kind < (t->value_blocks ? 2 : 1) && i < count; kind++) {
+            for (int64_t d = 0; d + 2 <= p->width; d += 2)
+                memcpy(blocks[kind] + block + d / 2 * LANES, of[kind] + d, sizeof(uint32_t));
+            if (p->width % 2) blocks[kind][block + p->width / 2 * LANES] = of[kind][p->width - 1];
+        }
+    }
+}
+
+INLINE void lay(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
+                int64_t head, int64_t position, const int half, const int pairs) {
+    if (pairs) lay_words(p, t, keys, values, first, count, head, position, half);
+    else lay_numbers(p, t, keys, values, first, count, head, position, half);
+}
+
+/* The table's tokens that query `j` of a sequence sees: from .first to before .end; none if the query is padding. */
+typedef struct {
+    int64_t first, end;
+} view;
+
+static view seen(const packed *p, const table *t, const int64_t *sequence, int64_t j) {
+    if (j >= sequence[1] * p->group) return (view){0, 0};
+    const int64_t end = sequence[3] + j / p->group + 1, first = p->window ? later(0, end - p->window) : 0;
+    return (view){later(0, sooner(first, t->end) - t->first), later(0, sooner(end, t->end) - t->first)};
+}
+
+/* The index of query `j` of a sequence in [T, A]. */
+static int64_t index_of(const packed *p, const int64_t *sequence, int64_t head, int64_t j) {
+    return ((sequence[0] + j / p->group) * p->kv_heads + head) * p->group + j % p->group;
+}
+
+INLINE ivec within(view v, int64_t t) {
+    ivec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    const ivec position = lane + (int32_t)t;
+    return (position >= (int32_t)v.first) & (position < (int32_t)v.end);
+}
+
+/* Load QUERIES rows of [T, A, D], zeros beyond the last query. */
+static void load_tile(const packed *p, const void *from, const int half, const int64_t *sequence, int64_t head, int64_t j,
+                      float *to) {
+    for (int64_t i = 0; i < QUERIES; i++) {
+        float *row = to + i * p->padded;
+        if (j + i >= sequence[1] * p->group) {
+            memset(row, 0, (size_t)p->padded * sizeof *row);
+            continue;
+        }
+        for (int64_t d = p->width; d < p->padded; d++) row[d] = 0;
+        const int64_t at = index_of(p, sequence, head, j + i) * p->width;
+        if (!half) memcpy(row, (const float *)from + at, (size_t)p->width * sizeof *row);
+        else
+            for (int64_t d = 0; d < p->width; d++) row[d] = load1(from, at + d, 1);
+    }
+}
+
+/* To an output or its like. */
+static void put_tile(const packed *p, const float *from, const int64_t *sequence, int64_t head, int64_t j, void *to) {
+    for (int64_t i = 0; i < QUERIES && j + i < sequence[1] * p->group; i++) {
+        const int64_t at = index_of(p, sequence, head, j + i) * p->width;
+        const float *row = from + i * p->padded;
+        if (!p->out_half) memcpy((float *)to + at, row, (size_t)p->width * sizeof *row);
+        else
+            for (int64_t d = 0; d < p->width; d++) store1(to, at + d, row[d], 1);
+    }
+}
+
+/* Whether a tile has a query whose output is needed. */
+static int needed(const packed *p, const int64_t *sequence, int64_t j) {
+    const int64_t last = sooner(j + QUERIES, sequence[1] * p->group) - 1, *drawn = p->drawn_before;
+    return !drawn || drawn[sequence[0] + last / p->group + 1] > drawn[sequence[0] + j / p->group];
+}
+
+/* Words of neighbouring dimensions, and of neighbouring queries. */
+static void pair_tile(const float *rows, int64_t padded, float *words, float *pairs) {
+    for (int64_t i = 0; i < QUERIES; i += 2)
+        for (int64_t d = 0; d < padded; d += LANES) {
+            const vec one = load(rows, i * padded + d, 0), other = load(rows, (i + 1) * padded + d, 0);
+            store_words(words, i * padded + d, one), store_words(words, (i + 1) * padded + d, other);
+            store(pairs, i / 2 * padded + d, pair(one, other), 0);
+        }
+}
+
+/* Store the gradients of `count` tokens from `first` on, which are the table's from `position` on; they are free then. */
+static void put_own(const packed *p, table *t, int64_t first, int64_t count, int64_t head, int64_t position) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t to = ((first + i) * p->kv_heads + head) * p->width, from = (position + i) * p->padded;
+        for (int64_t d = 0; d < p->width; d++) {
+            store1(p->grad_k, to + d, t->grad_keys[from + d], (int)p->half);
+            store1(p->grad_v, to + d, t->grad_values[from + d], (int)p->half);
+            t->grad_keys[from + d] = t->grad_values[from + d] = 0;
+        }
+    }
+}
+
+/* Add the gradients of the table's first `count` tokens to those of a prefix from its token `first` on; they are free
+ * then. */
+static void put_prefix(const packed *p, table *t, int64_t first, int64_t count, int64_t head, int64_t slot) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t to = ((slot * p->prefix_tokens + first + i) * p->kv_heads + head) * p->width, from = i * p->padded;
+        for (int64_t d = 0; d < p->width; d++) {
+            p->grad_prefix_k[to + d] += t->grad_keys[from + d], p->grad_prefix_v[to + d] += t->grad_values[from + d];
+            t->grad_keys[from + d] = t->grad_values[from + d] = 0;
+        }
+    }
+}
+
+/* What blocks are joined with first. */
+static void clear(const packed *p, const int64_t *sequence, int64_t head) {
+    for (int64_t j = 0; j < sequence[1] * p->group; j++) {
+        const int64_t at = index_of(p, sequence, head, j);
+        float *to = (float *)(p->grad_out ? p->grad_q : p->out) + at * p->width;
+        memset(to, 0, (size_t)p->width * sizeof *to);
+        if (!p->grad_out) p->lse[at] = -INFINITY;
+    }
+}
