@@ -58,9 +58,10 @@ static void pack_panel(void *what, int64_t panel, int thread) {
 
 /* Ask for large pages: with small ones, reading a matrix for one row takes up to 1.4 times as long. */
 static void ask_for_large_pages(void *memory, int64_t bytes) {
-#if defined(__linux__)
-    const int64_t page = 4096, first = ((int64_t)(intptr_t)memory + page - 1) / page * page, end = (int64_t)(intptr_t)memory + bytes;
-    if (end > first) madvise((void *)(intptr_t)first, (size_t)((end - first) / page * page), MADV_HUGEPAGE);
+#ifdef MADV_HUGEPAGE
+    const int64_t page = 4096, start = (int64_t)(intptr_t)memory, first = (start + page - 1) / page * page;
+    const int64_t whole = (start + bytes - first) / page * page;
+    if (whole > 0) madvise((void *)(intptr_t)first, (size_t)whole, MADV_HUGEPAGE);
 #endif
 }
 
@@ -117,14 +118,8 @@ INLINE void packed_part(const packed_product *p, const uint16_t *x, int64_t rows
 /* The outputs of a row: sums and bias, rounded to bfloat16; denormal ones may become 0. */
 INLINE void finish(const float *sums, const float *bias, void *y, int64_t at, int64_t count, const int half) {
     uint16_t narrow[PANEL_OUTPUTS];
-    for (int i = 0; i < PANEL_OUTPUTS; i += LANES) {
-        const vec total = bias ? load(sums, i, 0) + load(bias, i, 0) : load(sums, i, 0);
-#if defined(__AVX512BF16__)
-        _mm256_storeu_si256((void *)(narrow + i), (__m256i)_mm512_cvtneps_pbh((__m512)total));
-#else
-        store(narrow, i, total, 1);
-#endif
-    }
+    for (int i = 0; i < PANEL_OUTPUTS; i += LANES)
+        store_words(narrow, i, bias ? load(sums, i, 0) + load(bias, i, 0) : load(sums, i, 0));
     if (count == PANEL_OUTPUTS && half) memcpy((uint16_t *)y + at, narrow, sizeof narrow);
     else if (count == PANEL_OUTPUTS)
         for (int i = 0; i < PANEL_OUTPUTS; i += LANES) store(y, at + i, load(narrow, i, 1), 0);
