@@ -8,13 +8,16 @@ import contextlib
 import copy
 import functools
 import gc
+import importlib
 import inspect
 import itertools
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,24 @@ def pytest_configure() -> None:
     # Else every worker, and every process that a test starts, compiles the tests and the package anew.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a fresh clone, workers collect at the same time, and each would compile every test and the native kernels. The
+    kernels are compiled beside the collection, and each worker imports a share of the tests before the others do."""
+    if session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None and session.config.getoption("numprocesses", None):
+        if not any(Path(os.environ["COHORT_CACHE"]).glob("*.so")):
+            command = [sys.executable, "-c", "from cohort.native import load; load()"]
+            atexit.register(subprocess.Popen(command, stderr=subprocess.DEVNULL).wait)
+    elif worker is not None and not any((ROOT / "tests" / "__pycache__").glob("test_trainer.*pytest*.pyc")):
+        modules = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "parity")
+        for path in modules[int(worker["workerid"][2:]) :: worker["workercount"]]:
+            # Collecting the module repeats an error and a skip.
+            with contextlib.suppress(Exception, pytest.skip.Exception), warnings.catch_warnings(action="error"):
+                importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 @pytest.hookimpl(optionalhook=True)

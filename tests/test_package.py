@@ -1,6 +1,7 @@
 """The wheel and the source distribution: what is in them, and the links of the package's description."""
 
 import ast
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from cohort.cli import main
 from cohort.shipped import folder
+from tests import warm
 from tests.conftest import ROOT
 
 CACHES = {"__pycache__", ".pytest_cache", ".hypothesis"}
@@ -100,3 +102,10 @@ def test_docs_renders_a_page_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr("pydoc.pager", print)
     assert main(["docs", "plot"]) == 0
     assert "](" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_the_import_of_bitsandbytes_prints_nothing():
+    """On processors with AVX512-BF16 it warned that it lacks a package, which nothing here uses."""
+    warm.start_server()  # which imports cohort, then bitsandbytes
+    assert "gemm_4bit" not in warm.address().with_suffix(".log").read_text()

@@ -40,7 +40,8 @@ SINGLE_THREADED = {
 """A process with threads cannot be forked safely."""
 
 
-def _address() -> Path:
+def address() -> Path:
+    """The server's socket; its output is beside it, in ``warm.log``."""
     return Path(os.environ["COHORT_STATE"]) / "warm.socket"
 
 
@@ -96,9 +97,9 @@ def begin(*arguments: str, folder: Path = ROOT, module: str = "cohort.cli", **va
         module: the module that has a ``main``, which returns the exit code.
         variables: changes of the environment; None removes one.
     """
-    _start_server()
+    start_server()
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(_address()))
+    connection.connect(str(address()))
     ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
     request = {"arguments": arguments, "folder": str(folder), "module": module, "variables": variables}
     socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], list(theirs))
@@ -107,13 +108,14 @@ def begin(*arguments: str, folder: Path = ROOT, module: str = "cohort.cli", **va
     return Process(connection, *(os.fdopen(descriptor) for descriptor in ours))
 
 
-def _start_server() -> None:
-    with (_address().parent / "warm.lock").open("w") as lock:
+def start_server() -> None:
+    """Start the server of this session, unless it runs."""
+    with (address().parent / "warm.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _address().exists():
+        if not address().exists():
             environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
             path = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-            log = _address().with_suffix(".log")
+            log = address().with_suffix(".log")
             with log.open("w") as output:
                 server = subprocess.Popen(
                     [sys.executable, "-m", "tests.warm"],
@@ -124,7 +126,7 @@ def _start_server() -> None:
                     stderr=output,
                     start_new_session=True,
                 )
-            while not _address().exists():
+            while not address().exists():
                 assert server.poll() is None, log.read_text()
                 time.sleep(0.02)
             server.returncode = 0  # it is left to itself: it ends with the session's folder
@@ -133,7 +135,7 @@ def _start_server() -> None:
 def _serve() -> Callable[[], int]:
     """Fork a process for each connection, until the session's folder or its process has gone. Returns in the forked
     process, with what it is to run."""
-    session = int(_address().parent.name.split("-")[2])
+    session = int(address().parent.name.split("-")[2])
     for name in LOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -141,12 +143,12 @@ def _serve() -> Callable[[], int]:
     gc.collect()
     gc.freeze()  # forked processes share the memory
     listening = socket.socket(socket.AF_UNIX)
-    part = _address().with_suffix(".part")
+    part = address().with_suffix(".part")
     listening.bind(str(part))
     listening.listen()
-    part.rename(_address())
+    part.rename(address())
     children: dict[int, socket.socket] = {}
-    while _address().exists() and _is_running(session):
+    while address().exists() and _is_running(session):
         if select.select([listening], [], [], 0.02 if children else 0.5)[0]:
             connection, _ = listening.accept()
             if (child := os.fork()) == 0:

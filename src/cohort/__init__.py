@@ -8,6 +8,7 @@ Importing the package imports no torch; each name is loaded when it is first use
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 # ten times slower or worse (docs/log.md). OpenMP reads this when torch is imported.
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "4000")
+
+# It warns as soon as it is imported, which peft does also for runs without quantization, that it lacks a package with
+# one more kernel for CPUs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "Source", "__version__", "reward"]

@@ -14,7 +14,8 @@ import logging
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -116,6 +117,25 @@ class Lock:
         if not held:
             self.drop()
         return held
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other processes and threads that are in such a block with this folder. The lock is the folder's own: no
+    file is left behind. On a file system without locks, and with a folder that cannot be read, nothing waits."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+        os.close(descriptor)
 
 
 def is_written(folder: Path) -> bool:

@@ -172,7 +172,7 @@ def test_errors_name_where_each_mistake_is(tmp_path):
 
 
 def test_all_unknown_settings_are_named_at_once(tmp_path):
-    both = r"\Aunknown setting 'lr': set optim.learning_rate\nunknown setting 'rank': set model.lora.rank\Z"
+    both = r"\Aunknown setting 'lr': set optim.learning_rate\nunknown setting 'rank': set model.lora.rank \(in .*\)\Z"
     with pytest.raises(ConfigError, match=both):
         GRPOConfig(lr=1e-5, rank=8)
     with pytest.raises(ConfigError, match=r"(?s)unknown setting --lr: .*unknown setting --group_size: .*: run.seed: "):
@@ -192,6 +192,17 @@ def test_a_list_that_is_given_twice_is_an_error():
     assert apply_overrides({}, twice[:2] * 2).reward.functions == ("a.py:f",)
     assert apply_overrides({}, ["--reward.weights", "none", "--reward.weights", "[1]"]).reward.weights == (1.0,)
     assert apply_overrides({}, ["--run.seed", "1", "--run.seed", "2"]).run.seed == 2
+
+
+def test_settings_of_tables_are_suggested_as_arguments():
+    for name, key in {"lora_rank": "rank", "lora_alpha": "alpha", "rank": "rank"}.items():
+        with pytest.raises(
+            ConfigError, match=rf"^unknown setting '{name}': set model.lora.{key}.*lora={{'{key}': ...}}"
+        ):
+            GRPOConfig(**{name: 16})
+    assert GRPOConfig(lora={"rank": 16}).model.lora.rank == 16
+    with pytest.raises(ConfigError, match="^unknown setting model.lora_rank: set model.lora.rank$"):
+        GRPOConfig(model={"lora_rank": 16})
 
 
 def test_what_foreign_names_point_to_exists():

@@ -440,17 +440,22 @@ def test_a_program_cannot_make_itself_unscored_or_end_loops_of_the_tests():
 @needs_bwrap
 def test_a_stuck_test_and_the_next_one():
     program = "import time\ndef f(x):\n    if x == 2:\n        while True: time.sleep(0.01)\n    return x"
-    _, passed, why = score(program, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
-    assert (passed, why) == ("2/3", "test 2: TimeoutError: the test's time is over")
-    assert score(program, ["assert f(2) == 2"], timeout=1.0)[2] == "test 1: timeout"  # of all tests
     stuck = "def f(x):\n    return x if x != 2 else sum(range(10**12))"  # in C, where no signal handler runs
-    _, passed, why = score(stuck, [f"assert f({i}) == {i}" for i in (1, 2, 3)], partial=True, test_timeout=1.0)
-    assert passed == "1/3"
     slow = "import time\nif input() == 'a': time.sleep(60)"
-    for inputs, limit, passed in (("ab", 20.0, "1/2"), ("a" * 20, 0.7, "0/20")):
-        pairs = [{"input": given, "output": ""} for given in inputs]
-        limits = {"timeout": limit, "test_timeout": min(1.0, limit / 2)}
-        assert score(slow, pairs, partial=True, **limits)[1:] == (passed, "test 1: timeout")
+    tests = [f"assert f({i}) == {i}" for i in (1, 2, 3)]
+    calls = [
+        (program, tests, {"partial": True, "test_timeout": 1.0}),
+        (program, ["assert f(2) == 2"], {"timeout": 1.0}),
+        (stuck, tests, {"partial": True, "test_timeout": 1.0}),
+    ]
+    for inputs, limit in (("ab", 20.0), ("a" * 20, 0.7)):
+        limits = {"timeout": limit, "test_timeout": min(2.0, limit / 2)}
+        calls.append((slow, [{"input": given, "output": ""} for given in inputs], {"partial": True, **limits}))
+    of_one, of_all, in_c, *of_inputs = scores(calls, at_once=5)
+    assert of_one[1:] == ("2/3", "test 2: TimeoutError: the test's time is over")
+    assert of_all[2] == "test 1: timeout"
+    assert in_c[1] == "1/3"
+    assert [found[1:] for found in of_inputs] == [("1/2", "test 1: timeout"), ("0/20", "test 1: timeout")]
 
 
 @needs_bwrap

@@ -382,12 +382,15 @@ def test_other_precisions_go_through_torch():
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what is loaded is read from /proc")
 def test_two_processes_may_build_at_once_and_keep_one_openmp_runtime(tmp_path):
-    processes = [warm.begin(module="tests.rollout.building", COHORT_CACHE=str(tmp_path)) for _ in range(2)]
+    cache, compiled = tmp_path / "cache", tmp_path / "compiled"
+    count = f"""bash -c '[[ "$*" == *--version* ]] || echo compiled >> {compiled}; exec cc "$@"' cc"""
+    processes = [warm.begin(module="tests.rollout.building", COHORT_CACHE=str(cache), CC=count) for _ in range(2)]
     said = [process.communicate(timeout=120)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert said == [["0"], ["0"]]
-    (name,) = made(tmp_path)  # the same content, so the same name; nothing is left lying about
-    assert ctypes.CDLL(str(tmp_path / name)).cohort_lanes() == KERNELS.lanes
+    assert compiled.read_text().splitlines() == ["compiled"]  # the second waits for the first
+    (name,) = made(cache)  # nothing is left lying about
+    assert ctypes.CDLL(str(cache / name)).cohort_lanes() == KERNELS.lanes
 
 
 FEWER = """

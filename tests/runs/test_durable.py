@@ -2,13 +2,15 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from cohort.errors import RunFolderError
+from cohort.runs import lines
 from cohort.runs.durable import MANIFEST, check_whole, recover, replaced, write_manifest
-from cohort.runs.lines import write_file
+from cohort.runs.lines import write_atomically, write_file
 
 
 def whole_folder(path):
@@ -87,6 +89,32 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     with pytest.raises(RunFolderError, match="File exists"), replaced(tmp_path / "step-2"):
         pass
     assert not (tmp_path / "step-2").exists()
+
+
+def test_two_writers_of_one_file_wait_for_each_other(tmp_path, monkeypatch):
+    """As of two ``cohort report`` of one run."""
+    report, failures, others = tmp_path / "report.html", [], []
+
+    def second():
+        try:
+            write_atomically(report, "second")
+        except OSError as error:
+            failures.append(error)
+
+    def write(path, chunks):
+        write_file(path, chunks)
+        if not others:
+            others.append(threading.Thread(target=second))
+            others[0].start()
+            others[0].join(0.1)  # it would have ended, and taken the first one's file with it
+
+    monkeypatch.setattr(lines, "write_file", write)
+    (tmp_path / "report.html.part").write_text("left by a killed process")
+    write_atomically(report, "first")
+    others[0].join()
+    assert not failures
+    assert report.read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Files of a checkpoint that are not as they were written: nothing of it is used, and the one before is taken."""
 
 import shutil
+from pathlib import Path
 
 import pyarrow.parquet
 import pytest
@@ -150,6 +151,13 @@ def test_verify_names_other_damaged_files(run, tmp_path, file, content, problem,
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("broken")]
     assert line.startswith(f"broken  {file}: ")
     assert problem in line
+
+
+def test_verify_reads_metrics_once(run, monkeypatch):
+    read, real = [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
+    assert main(["verify", str(run[0])]) == 0
+    assert read.count("metrics.jsonl") == 1  # a run may write a line between two readings
 
 
 def test_verify_of_one_checkpoint_and_of_something_else(run, tmp_path, capsys):

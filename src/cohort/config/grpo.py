@@ -176,7 +176,9 @@ def _by_section(schema: type[GRPOConfig], settings: Mapping[str, Any]) -> dict[s
     paths = setting_paths(schema)
     sections = {key: value for key, value in settings.items() if key in schema.model_fields}
     by_name = {key: value for key, value in settings.items() if key not in sections}
-    if unknown := [f"unknown setting {key!r}{suggestion(key, schema)}" for key in by_name if key not in paths]:
+    if unknown := [
+        f"unknown setting {key!r}{suggestion(key, schema, python=True)}" for key in by_name if key not in paths
+    ]:
         raise ConfigError("\n".join(unknown))
     for key, value in by_name.items():
         name = paths[key].partition(".")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,8 +132,18 @@ def _explanation(item: Any, schema: type[BaseModel], path: str) -> str:
             return f"{path}: {message[0].lower()}{message[1:]}, got {item['input']!r}"
 
 
-def suggestion(name: str, schema: type[BaseModel], prefix: str = "") -> str:
-    """What follows "unknown setting NAME" in an error."""
+def suggestion(name: str, schema: type[BaseModel], prefix: str = "", *, python: bool = False) -> str:
+    """What follows "unknown setting NAME" in an error. ``python``: a setting of a table within a section
+    is written as an argument, too."""
+    hint = _suggestion(name, schema, prefix)
+    nested = set(_nested_paths(schema).values()) if python else set()
+    if found := next((path for path in re.findall(r"\w+(?:\.\w+){2}", hint) if path in nested), None):
+        _, table, key = found.split(".")
+        hint += f" (in Python: {table}={{{key!r}: ...}})"
+    return hint
+
+
+def _suggestion(name: str, schema: type[BaseModel], prefix: str) -> str:
     key, paths = name.rpartition(".")[2], _nested_paths(schema) | setting_paths(schema)
     if key in foreign_names():
         return f": {foreign_names()[key]}"

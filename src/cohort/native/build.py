@@ -2,11 +2,13 @@
 
 It is kept in ``$COHORT_CACHE``, else ``$XDG_CACHE_HOME/cohort``, else ``~/.cache/cohort``. The file name has a hash of
 everything the library depends on (source, compiler, flags, CPU) and a hash of its content: a truncated file does not
-match and is built again, and processes that build at the same time each write a complete file.
+match and is built again. Processes that need it at the same time wait for the one that compiles; where the file system
+has no locks, each writes a complete file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,7 +19,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from cohort.lock import alone_in
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -71,20 +76,35 @@ def load_from(folder: Path) -> ctypes.CDLL:
         raise Unavailable("torch's threads cannot be shared")
     command = compiler()
     key = _key(command)
-    for kept in sorted(folder.glob(f"{key}-*.so")):
-        if kept.stem == f"{key}-{_digest(kept.read_bytes())}":
+    if kept := _kept(folder, key):
+        return _opened(kept, threads)
+    with _workplace(folder) as (kept_folder, workplace):
+        if kept_folder is not None and (kept := _kept(folder, key)):  # another process has compiled it meanwhile
             return _opened(kept, threads)
-    kept_folder: Path | None = folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(dir=folder)
-    except OSError:
-        temporary, kept_folder = tempfile.TemporaryDirectory(), None
-    with temporary as name:
-        made = _compiled(command, Path(name))
+        made = _compiled(command, workplace)
         if kept_folder is not None:
             made = made.replace(kept_folder / f"{key}-{_digest(made.read_bytes())}.so")
         return _opened(made, threads)  # the file of a loaded library may be deleted
+
+
+def _kept(folder: Path, key: str) -> Path | None:
+    paths = sorted(folder.glob(f"{key}-*.so"))
+    return next((path for path in paths if path.stem == f"{key}-{_digest(path.read_bytes())}"), None)
+
+
+@contextlib.contextmanager
+def _workplace(folder: Path) -> Iterator[tuple[Path | None, Path]]:
+    """The folder and a temporary one in it, while no other process compiles there. If the folder cannot be written to:
+    None, and a temporary one elsewhere."""
+    kept_folder: Path | None = folder
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone_in(folder))
+            temporary = tempfile.TemporaryDirectory(dir=folder)
+        except OSError:
+            temporary, kept_folder = tempfile.TemporaryDirectory(), None
+        yield kept_folder, Path(stack.enter_context(temporary))
 
 
 def cache_folder() -> Path:

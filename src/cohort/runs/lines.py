@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from cohort.lock import alone_in
+
 FileRecord: TypeAlias = dict[str, Any]
 """Size and hash of a file: ``{"bytes": ..., "sha256": ...}``."""
 
@@ -48,14 +50,16 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: it is the old one or the complete new one."""
+    """Write a file atomically: it is the old one or the complete new one. Writers of a folder wait for each other, and
+    the next one of the file removes what a killed one has left."""
     part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    try:
-        write_file(part, [text.encode()])
-        part.replace(path)
-    finally:
+    with alone_in(path.parent):
         part.unlink(missing_ok=True)
+        try:
+            write_file(part, [text.encode()])
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def as_json(value: Any, **settings: Any) -> str:

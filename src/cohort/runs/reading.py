@@ -61,7 +61,13 @@ def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
     with damage_named(path):
         if not path.is_file():
             raise OSError("it is not a file")
-        *lines, _ = path.read_bytes().split(b"\n")
+        text = path.read_bytes()
+    return parse_metrics(text, path)
+
+
+def parse_metrics(text: bytes, path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """See ``read_metrics``."""
+    *lines, _ = text.split(b"\n")
     found = []
     for number, line in enumerate(lines, 1):
         with damage_named(Path(f"{path}, line {number},")):

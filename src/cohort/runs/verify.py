@@ -18,7 +18,7 @@ from cohort.lock import Lock
 from cohort.runs.checkpoints import check_checkpoint
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
-from cohort.runs.reading import DAMAGE, read_metrics
+from cohort.runs.reading import DAMAGE, parse_metrics
 from cohort.runs.trust import check_files
 
 
@@ -84,9 +84,10 @@ def _check_table(path: Path) -> None:
 
 def _check_metrics(path: Path) -> None:
     """Check that each line is whole and that no step is missing or doubled."""
-    steps = [metrics["step"] for _, metrics in read_metrics(path)]
+    text = path.read_bytes()
+    steps = [metrics["step"] for _, metrics in parse_metrics(text, path)]
     for number, (before, step) in enumerate(pairwise(steps), 2):
         if step != before + 1:
             raise RunFolderError(f"line {number} is of step {step}; the line before it is of step {before}")
-    if (text := path.read_bytes()) and not text.endswith(b"\n"):
+    if text and not text.endswith(b"\n"):
         raise RunFolderError(f"line {len(steps) + 1} is damaged: it has no end")
