@@ -333,6 +333,25 @@ def _stages(passes: SharedPasses) -> tuple[list[Stage], list[int]]:
     return [partial(body.run, each) for each in ranges], [end - 1 for end in ends]
 
 
+def memory_of_token(passes: SharedPasses) -> tuple[int, float] | None:
+    """What a token of a long row takes at most, in bytes, and the largest share of the layers that one stage has.
+
+    While a stage runs backward, a token has the residual stream before this stage and each one below it but the first,
+    one gradient of the residual stream, and keys and values of the stage with their gradients, all in the dtype of the
+    weights; gradients of keys and values add up in float32 at least. In another dtype of products there is one hidden
+    state in that. Ids and log-probs take 28 bytes. None: the layers are one stage of unknown content.
+    """
+    if not isinstance(passes.body, LeanLayers):
+        return None
+    anatomy, precision = passes.body.anatomy, passes.model.precision
+    size, hidden = precision.master.itemsize, len(anatomy.norm.weight)
+    keys = 2 * anatomy.num_key_value_heads * anatomy.head_dim * (size + max(size, 4))
+    sizes = stage_sizes(len(anatomy.layers), hidden, anatomy.num_key_value_heads * anatomy.head_dim)
+    most = max((below + 1) * hidden * size + keys * count for below, count in enumerate(sizes))
+    converted = hidden * precision.compute.itemsize if precision.compute != precision.master else 0
+    return most + converted + 28, max(sizes) / sum(sizes)
+
+
 def stage_sizes(layers: int, hidden: int, width: int) -> list[int]:
     """The number of layers of each stage. A token takes no more memory than its hidden states after all layers, if that
     is possible, and else as little more as possible; within that, as few layers as possible are computed again.
