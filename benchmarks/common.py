@@ -154,13 +154,14 @@ def make_tokenizer(vocab_size: int, end: int | None) -> Any:
         end: the end token; V itself stands outside the model's vocabulary and is never drawn, None is none.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AddedToken, PreTrainedTokenizerFast
 
     words = {str(token): token for token in range(vocab_size + 1)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    end_token = None if end is None else str(end)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0", unk_token="0", eos_token=end_token)
+    # Whole words only: otherwise special tokens are cut out of longer numbers.
+    zero, last = (None if token is None else AddedToken(str(token), single_word=True) for token in (0, end))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=zero, unk_token=zero, eos_token=last)
 
 
 def make_rows(count: int, length: int, vocab_size: int) -> list[dict[str, str]]:

@@ -55,6 +55,14 @@ def test_floors_add_up_the_products_of_all_layers_at_their_rates(floor, monkeypa
     assert found["decode_products"] == (2 * 4 * 60 + 2 * 3 * 60) / 4
 
 
+@pytest.mark.parametrize("end", [None, 4096])
+def test_a_prompt_has_as_many_tokens_as_numbers(floor, end):
+    tokenizer = sys.modules["common"].make_tokenizer(5000, end)
+    numbers = [0, 10, 1045, 2003, 4096, 409, 4999]
+    assert tokenizer(" ".join(map(str, numbers)))["input_ids"] == numbers
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, end)
+
+
 def test_all_weights_are_read(floor):
     first, second, head = (torch.arange(n).view(torch.float32).view(n, 2) for n in (2, 3, 5))
     weights = floor.Weights([first, second], head)

@@ -192,6 +192,25 @@ static void activate_stretch(void *what, int64_t number, int thread) {
 
 void cohort_gate(activation *a) { run(activate_stretch, a, (a->count + STRETCH - 1) / STRETCH, (int)a->threads); }
 
+/* ---- gradients of passes: total += part */
+
+typedef struct {
+    float *total;
+    const void *part;
+    int64_t count, part_half, threads;
+} addition;
+
+static void add_stretch(void *what, int64_t number, int thread) {
+    const addition *a = what;
+    const int64_t from = number * STRETCH, to = sooner(from + STRETCH, a->count);
+    (void)thread;
+    int64_t i = from;
+    for (; i + LANES <= to; i += LANES) store(a->total, i, load(a->total, i, 0) + load(a->part, i, (int)a->part_half), 0);
+    for (; i < to; i++) a->total[i] += load1(a->part, i, (int)a->part_half);
+}
+
+void cohort_add(addition *a) { run(add_stretch, a, (a->count + STRETCH - 1) / STRETCH, (int)a->threads); }
+
 /* ---- the head: z = factor logits; p = softmax(z)
  *
  *     logp = log p_target    entropy = -sum_v p_v log p_v    collision = sum_v p_v^2 */

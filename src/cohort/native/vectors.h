@@ -83,7 +83,11 @@ INLINE vec load(const void *from, int64_t index, const int half) {
     if (half == 1) {
         hvec bits;
         memcpy(&bits, (const uint16_t *)from + index, sizeof bits);
+#if defined(__AVX512F__) /* gcc would widen two halves */
+        return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
+#else
         return (vec)(__builtin_convertvector(bits, uvec) << 16);
+#endif
     }
     vec x;
     memcpy(&x, (const float *)from + index, sizeof x);

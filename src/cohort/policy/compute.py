@@ -18,6 +18,7 @@ from cohort.policy.adapters import TRAINED, has_adapters
 from cohort.policy.device import kind_of
 from cohort.policy.experts import use_native_experts
 from cohort.policy.load import Precision
+from cohort.policy.narrow import narrow_linears
 
 
 class ComputeModel:
@@ -155,11 +156,15 @@ class ComputeModel:
     @contextlib.contextmanager
     def gradients_in_place(self) -> Iterator[None]:
         """Backward passes of forward passes made in this block add the gradients of the largest matrices directly to
-        ``.grad``: the head's, and with lean layers the embedding's. No second tensor of their size is allocated. Use
-        it only with ``backward``: ``torch.autograd.grad`` would find no gradient."""
+        ``.grad``: the head's, and with lean layers the embedding's. No second tensor of their size is allocated. In
+        half precision, those of linear layers are added so as well. Weights must not change in the block. Use it only
+        with ``backward``: ``torch.autograd.grad`` would find no gradient."""
+        compute = self.precision.compute
+        narrow = compute == torch.bfloat16 and not self.why_no_kernels() and not is_gathered(self.model)
         self.adds_gradients = True
         try:
-            yield
+            with narrow_linears(self.model, compute) if narrow else contextlib.nullcontext():
+                yield
         finally:
             self.adds_gradients = False
 

@@ -26,6 +26,7 @@ from torch.nn import functional
 from cohort.native import call
 from cohort.policy.anatomy import soft_cap
 from cohort.policy.device import kind_of
+from cohort.policy.narrow import add_narrow, takes_in_place
 from cohort.policy.rows import Distribution
 
 CHUNK_TOKENS = 512
@@ -198,6 +199,8 @@ class _DrawnLogps(torch.autograd.Function):
             if lowest < 0 or highest >= len(weight_VH):
                 raise IndexError(f"completions hold ids from {lowest} to {highest}, of a head of {len(weight_VH):,}")
         weight = states.head.cast_weight()  # once for all chunks
+        # The backward pass is next: it takes the copy and frees it.
+        ctx.copy = None if states.head.linear is None or weight is states.head.linear.weight else weight
         for span in states.chunks:
             if states.native and weight is not None:
                 logits_CV = states.head.product(hidden_NH[span], weight)[: len(targets_N[span])]
@@ -227,7 +230,7 @@ class _DrawnLogps(torch.autograd.Function):
             in_place = states.adds_gradient and takes_in_place(parameter)
             grad_weight = gradient_of(parameter) if in_place else torch.zeros_like(weight_VH)
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
-        weight = head.cast_weight()
+        weight, ctx.copy = head.cast_weight() if ctx.copy is None else ctx.copy, None
         for span in states.chunks:
             hidden_CH = hidden_NH[span]
             grad_CV = _gradient(hidden_CH, weight, states, span, grad_N[span], ctx.tops_sums_2N[:, span])
@@ -244,12 +247,6 @@ class _DrawnLogps(torch.autograd.Function):
         return grad_hidden_NH, None if in_place else grad_weight, grad_bias, None
 
 
-def takes_in_place(weight: Tensor) -> bool:
-    """Whether a weight's gradient may be added to ``.grad``: it is a parameter, and no hook waits for the gradient."""
-    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return weight.is_leaf and weight.requires_grad and not hooks
-
-
 def gradient_of(leaf: Tensor) -> Tensor:
     """The ``.grad`` of a parameter, zeros at first."""
     if leaf.grad is None:
@@ -264,7 +261,7 @@ def add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
         return
     size = max(1, PRODUCT // right_CH.shape[1])
     for start in range(0, len(total_VH), size):
-        total_VH[start : start + size] += left_VC[start : start + size] @ right_CH
+        add_narrow(total_VH[start : start + size], left_VC[start : start + size] @ right_CH)
 
 
 def _gradient(

@@ -18,7 +18,8 @@ from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.anatomy import Anatomy, Layer
 from cohort.policy.compute import ComputeModel
 from cohort.policy.fused import Fused, gated, split_gate
-from cohort.policy.head import gradient_of, in_like_shapes, takes_in_place
+from cohort.policy.head import gradient_of, in_like_shapes
+from cohort.policy.narrow import takes_in_place
 from cohort.policy.parts import Experts, Gated, Norm, need
 from cohort.policy.passes import Hidden, PackedPass
 

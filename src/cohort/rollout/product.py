@@ -3,6 +3,7 @@ bfloat16 from a packed copy (packed_product.c)."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cohort.native import call, load, require, room, threads_for
+from cohort.native import call, load, require, room, structure, threads_for
 
 CHUNK = 64
 """Rows that the kernel works on at a time."""
@@ -69,6 +70,10 @@ class PackedProduct:
         panels = -(-self._out // panel)
         self._packed = torch.empty(panels, -(-inputs // 2), panel, 2, dtype=torch.bfloat16)
         self._bias: Tensor | None = None
+        self._call = structure("packed_product")(packed=self._packed.data_ptr(), out=self._out)
+        self._call.__setattr__("in", inputs + inputs % 2)
+        self._function = load().cohort_packed_product
+        self._function.restype = None
 
     @staticmethod
     def takes(weights: Sequence[Tensor]) -> bool:
@@ -88,16 +93,18 @@ class PackedProduct:
         if bias is not None:
             bias = functional.pad(bias.bfloat16().float(), (0, -self._out % self._packed.shape[2]))
         self._bias = bias
+        self._call.bias = None if bias is None else bias.data_ptr()
 
     def __call__(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """``[S, in]`` in bfloat16 to ``[S, all outputs]``, rounded to bfloat16 and stored in ``dtype``."""
         require(x.dtype == torch.bfloat16 and x.shape[1:] == (self._in,), "an input for each column")
-        x = functional.pad(x, (0, self._in % 2)).contiguous()
+        x = (functional.pad(x, (0, 1)) if self._in % 2 else x).contiguous()
+        require(x.device.type == "cpu", "numbers on the CPU")
         y = x.new_empty(len(x), self._out, dtype=dtype)
-        call(
-            "packed_product", x=x, packed=self._packed, bias=self._bias, y=y, rows=len(x), out=self._out,
-            threads=threads_for(self._packed.numel()), **{"in": x.shape[1]},
-        )  # fmt: skip
+        one = self._call  # filled in by hand: a small model's products take no longer than ``call`` does
+        one.x, one.y, one.rows, one.y_half = x.data_ptr(), y.data_ptr(), len(x), dtype == torch.bfloat16
+        one.threads = threads_for(self._packed.numel())
+        self._function(ctypes.byref(one))
         return y
 
 
