@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cohort.native import Unavailable, load
+from cohort.rollout.group_attention import attend_causally
 from cohort.rollout.product import CHUNK, NativeProduct, PackedProduct, has_pairs, multiplies
 
 try:
@@ -83,9 +84,9 @@ def test_a_packed_product_by_hand():
     product, _ = packed(weights, [None, torch.tensor([10.0, 0.0])])
     x = torch.tensor([[1.0, 2.0, 4.0], [0.0, -1.0, 1.0]]).bfloat16()
     assert product(x).tolist() == [[17.0, 8.5, 8.0], [1.0, 11.0, 1.0]]
-    # 1 + 2^-8 lies between two bfloat16 numbers, of which 1 is even: rounded, whatever it is stored in.
+    # 1 + 2^-8 lies between two bfloat16 numbers, of which 1 is even.
     product.pack([torch.tensor([[1.0, 2**-8, 0.0]]), weights[1]], None)
-    assert product(torch.ones(1, 3).bfloat16(), torch.float32).tolist() == [[1.0, -0.5, 5.0]]
+    assert product(torch.ones(1, 3).bfloat16()).tolist() == [[1.0, -0.5, 5.0]]
 
 
 # Less than a panel and an odd number of inputs; several matrices within a panel; more than one part of inputs, and rows
@@ -103,7 +104,6 @@ def test_packed_products_are_those_of_float64_and_rows_depend_on_nothing_else(in
     exact += 0 if bias is None else bias.bfloat16().double()
     # Half a unit in the last place of bfloat16, 2^-8, and the rounding of float32 sums beside it.
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=2e-6 * inputs**0.5)
-    assert torch.equal(product(x, torch.float32), y.float())
     for rows in (1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 33, 64, 65, 257):
         assert torch.equal(product(x[:rows]), y[:rows])
         assert torch.equal(product(x[-rows:]), y[-rows:])
@@ -141,3 +141,24 @@ def test_matrices_that_cannot_be_packed_are_refused():
             product.pack(others, None)
     with pytest.raises(ValueError, match="an input for each column"):
         product(x)
+
+
+# One token; an odd width; several heads for each of keys and values; a window and sinks.
+@pairs
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "width", "window", "sinks"),
+    [(1, 1, 1, 16, None, False), (37, 6, 2, 20, None, False), (70, 4, 4, 32, 9, False), (130, 4, 2, 64, None, True)],
+)
+def test_attention_of_a_prompt_in_bfloat16_is_that_of_float64(length, heads, kv_heads, width, window, sinks):
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(length, n, width, generator=generator).bfloat16() for n in (heads, kv_heads, kv_heads))
+    sink = torch.randn(heads, generator=generator) if sinks else None
+    with torch.inference_mode():
+        found = attend_causally(q, k, v, torch.bfloat16, 0.3, window, None, sink, True)
+        cut = attend_causally(q[:-1], k[:-1], v[:-1], torch.bfloat16, 0.3, window, None, sink, True)
+    wide = [None if part is None else part.double() for part in (q, k, v, sink)]
+    exact = attend_causally(*wide[:3], torch.float64, 0.3, window, None, wide[3])
+    # The output and its weights are rounded to bfloat16, 2^-8 each; weights sum to 1 and values are up to 4.
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=4 * 2**-8)
+    assert (found.double() - exact).abs().mean() < 2**-8
+    assert torch.equal(cut, found[:-1])

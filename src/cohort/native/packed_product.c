@@ -75,8 +75,8 @@ typedef struct {
     const void *x;     /* [rows, in], in bfloat16 */
     const void *packed;
     const float *bias; /* of all outputs of all panels; NULL: none */
-    void *y;           /* [rows, out], in bfloat16, or rounded to it and stored in float32 */
-    int64_t rows, in, out, y_half, threads; /* `in` is even */
+    void *y;           /* [rows, out], in bfloat16 */
+    int64_t rows, in, out, threads; /* `in` is even */
 } packed_product;
 
 /* Add the products of the pairs from `from` to `end` to the sums of `n` rows, [n, PANEL_OUTPUTS], and fetch `lines` cache
@@ -116,15 +116,12 @@ INLINE void packed_part(const packed_product *p, const uint16_t *x, int64_t rows
 }
 
 /* The outputs of a row: sums and bias, rounded to bfloat16; denormal ones may become 0. */
-INLINE void finish(const float *sums, const float *bias, void *y, int64_t at, int64_t count, const int half) {
+INLINE void finish(const float *sums, const float *bias, uint16_t *y, int64_t count) {
     uint16_t narrow[PANEL_OUTPUTS];
     for (int i = 0; i < PANEL_OUTPUTS; i += LANES)
         store_words(narrow, i, bias ? load(sums, i, 0) + load(bias, i, 0) : load(sums, i, 0));
-    if (count == PANEL_OUTPUTS && half) memcpy((uint16_t *)y + at, narrow, sizeof narrow);
-    else if (count == PANEL_OUTPUTS)
-        for (int i = 0; i < PANEL_OUTPUTS; i += LANES) store(y, at + i, load(narrow, i, 1), 0);
-    else
-        for (int i = 0; i < count; i++) store1(y, at + i, load1(narrow, i, 1), half);
+    if (count == PANEL_OUTPUTS) memcpy(y, narrow, sizeof narrow);
+    else memcpy(y, narrow, (size_t)(2 * count));
 }
 
 static void packed_panel(void *what, int64_t panel, int thread) {
@@ -138,11 +135,9 @@ static void packed_panel(void *what, int64_t panel, int thread) {
         const uint16_t *x = (const uint16_t *)p->x + row * p->in;
         for (int64_t from = 0; from < pairs; from += DEEP)
             packed_part(p, x, rows, weights, from, sooner(from + DEEP, pairs), sums, !row);
-        for (int64_t r = 0; r < rows; r++) {
-            const float *bias = p->bias ? p->bias + output : 0;
-            if (p->y_half) finish(sums + r * PANEL_OUTPUTS, bias, p->y, (row + r) * p->out + output, count, 1);
-            else finish(sums + r * PANEL_OUTPUTS, bias, p->y, (row + r) * p->out + output, count, 0);
-        }
+        for (int64_t r = 0; r < rows; r++)
+            finish(sums + r * PANEL_OUTPUTS, p->bias ? p->bias + output : 0,
+                   (uint16_t *)p->y + (row + r) * p->out + output, count);
     }
 }
 
@@ -150,7 +145,7 @@ void cohort_packed_product(packed_product *whole) {
     const int64_t panels = (whole->out + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
     for (int64_t row = 0; row < whole->rows; row += BLOCK_ROWS) {
         packed_product p = *whole;
-        p.x = (const uint16_t *)p.x + row * p.in, p.y = (char *)p.y + row * p.out * (p.y_half ? 2 : 4);
+        p.x = (const uint16_t *)p.x + row * p.in, p.y = (uint16_t *)p.y + row * p.out;
         p.rows = sooner(BLOCK_ROWS, p.rows - row);
         run(packed_panel, &p, panels, (int)p.threads);
     }

@@ -9,7 +9,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy.anatomy import soft_cap
+from cohort.policy.attention import BLOCK, packed_attention
+from cohort.policy.layout import Layout as PassLayout
 from cohort.rollout.cache import GroupCache, Layout
+from cohort.rollout.product import has_pairs
 
 
 def attend_in_two_parts(
@@ -55,11 +58,19 @@ def attend_causally(
     window: int | None,
     cap: float | None,
     sinks: Tensor | None = None,
+    native: bool = False,
 ) -> Tensor:
     """Attention of a text over the tokens before it and itself: the last L of T tokens, by products of the
-    given dtype. The settings: see ``packed_attention``."""
+    given dtype. The settings: see ``packed_attention``, which computes whole texts in bfloat16 if ``native`` and the
+    processor has units for it."""
     length, total = q_LAD.shape[0], k_TKD.shape[0]
     q, k, v = (part.to(dtype).transpose(0, 1)[None] for part in (q_LAD, k_TKD, v_TKD))
+    # Decided by the text alone: its bits must not depend on those that are read with it.
+    suits = cap is None and total == length <= BLOCK and len(k[0]) >= torch.get_num_threads()
+    if native and suits and dtype == torch.bfloat16 and has_pairs():
+        alone = PassLayout([length], q.device)
+        out = packed_attention(q[0], k[0], v[0], alone, scaling=scaling, window=window, sinks=sinks, native=True)
+        return out.transpose(0, 1)
     mask, plain = None, cap is None and sinks is None
     if not plain or total > length or (window is not None and length > window):
         positions = torch.arange(total, device=q.device)

@@ -268,7 +268,7 @@ class LeanBackend(Backend):
                 span = slice(start, start + length)
                 start += length
                 seen_k, seen_v = store(number, index, k[span], v[span])
-                settings = self.anatomy.scaling, layer.window, self.anatomy.score_cap, layer.sinks
+                settings = self.anatomy.scaling, layer.window, self.anatomy.score_cap, layer.sinks, self.is_native
                 attended[span] = attend_causally(q[span], seen_k, seen_v, self._cache_dtype, *settings)
             return attended
 

@@ -95,14 +95,14 @@ class PackedProduct:
         self._bias = bias
         self._call.bias = None if bias is None else bias.data_ptr()
 
-    def __call__(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """``[S, in]`` in bfloat16 to ``[S, all outputs]``, rounded to bfloat16 and stored in ``dtype``."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[S, in]`` to ``[S, all outputs]``, both in bfloat16."""
         require(x.dtype == torch.bfloat16 and x.shape[1:] == (self._in,), "an input for each column")
         x = (functional.pad(x, (0, 1)) if self._in % 2 else x).contiguous()
         require(x.device.type == "cpu", "numbers on the CPU")
-        y = x.new_empty(len(x), self._out, dtype=dtype)
+        y = x.new_empty(len(x), self._out)
         one = self._call  # filled in by hand: a small model's products take no longer than ``call`` does
-        one.x, one.y, one.rows, one.y_half = x.data_ptr(), y.data_ptr(), len(x), dtype == torch.bfloat16
+        one.x, one.y, one.rows = x.data_ptr(), y.data_ptr(), len(x)
         one.threads = threads_for(self._packed.numel())
         self._function(ctypes.byref(one))
         return y
