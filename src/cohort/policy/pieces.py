@@ -334,21 +334,19 @@ def _stages(passes: SharedPasses) -> tuple[list[Stage], list[int]]:
 
 
 def memory_of_token(passes: SharedPasses) -> tuple[int, float] | None:
-    """What a token of a long row takes at most, in bytes, and the largest share of the layers that one stage has.
-
-    While a stage runs backward, a token has the residual stream before this stage and each one below it but the first,
-    one gradient of the residual stream, and keys and values of the stage with their gradients, all in the dtype of the
-    weights; gradients of keys and values add up in float32 at least. In another dtype of products there is one hidden
-    state in that. Ids and log-probs take 28 bytes. None: the layers are one stage of unknown content.
-    """
+    """The bytes that a token of a long row takes at most, and the largest share of the layers in one stage. While a stage
+    runs backward, that is the residual stream before it and before each stage below it but the first, one gradient of
+    that stream, and the keys and values of the stage with gradients (at least in float32), all in the weights' dtype; one
+    hidden state in the products' dtype if it differs; 28 bytes of ids and log-probs. None: nothing is known of layers."""
     if not isinstance(passes.body, LeanLayers):
         return None
     anatomy, precision = passes.body.anatomy, passes.model.precision
     size, hidden = precision.master.itemsize, len(anatomy.norm.weight)
-    keys = 2 * anatomy.num_key_value_heads * anatomy.head_dim * (size + max(size, 4))
-    sizes = stage_sizes(len(anatomy.layers), hidden, anatomy.num_key_value_heads * anatomy.head_dim)
-    most = max((below + 1) * hidden * size + keys * count for below, count in enumerate(sizes))
-    converted = hidden * precision.compute.itemsize if precision.compute != precision.master else 0
+    width = anatomy.num_key_value_heads * anatomy.head_dim
+    sizes = stage_sizes(len(anatomy.layers), hidden, width)
+    keys = 2 * width * (size + max(size, 4))
+    most = max((below + 1) * hidden * size + count * keys for below, count in enumerate(sizes))
+    converted = (precision.compute != precision.master) * hidden * precision.compute.itemsize
     return most + converted + 28, max(sizes) / sum(sizes)
 
 
