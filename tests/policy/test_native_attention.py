@@ -259,6 +259,19 @@ def test_scores_of_thousands(window):
     assert_same(tensors, layout, sums=5e-3, scaling=1.0, window=window)
 
 
+@each("rise", [1.0, -1.0, 0.02])
+def test_scores_that_rise_or_fall_along_the_keys(rise):
+    """By `rise` per token: what was found before may be nothing beside what follows, or scaled down as more follows."""
+    layout = ([230, 3], [0, 0], [101])
+    tensors = made(layout, kv_heads=1, width=16, dtype=HALF)
+    tensors[0][..., 0] = 1
+    for keys, first in ((tensors[3], 0), (tensors[1], 101)):
+        keys[..., 0] = (torch.arange(first, first + len(keys)) * rise / 2)[:, None]
+    found, expected = (attended(tensors, layout, 1, scaling=2.0, exact=exact)[0] for exact in (False, True))
+    # Weights of sum 1 and the output are rounded: 2^-9 of the largest value, twice.
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2**-8 * tensors[2].abs().max().item())
+
+
 def sequences_of(layout):
     """The tokens of each."""
     ends = torch.tensor(layout[0]).cumsum(0).tolist()

@@ -3,8 +3,11 @@
  */
 #include "tiles.h"
 
-#define QUERIES (HAS_PAIRS ? 32 : 16) /* a multiple of TILE */
-#define STRIP 48 /* tokens, a multiple of LANES, whose scores the backward pass holds at a time: in the nearest cache */
+enum {
+    QUERIES = HAS_PAIRS ? 32 : 16, /* a multiple of TILE */
+    KEYS = 48,                     /* tokens, a multiple of LANES, whose scores the backward pass holds at a time: in the
+                                      nearest cache */
+};
 
 typedef struct {
     const void *q, *k, *v, *prefix_k, *prefix_v; /* [T, A, D], twice [T, G, D], twice [X, G, D] */
@@ -22,29 +25,33 @@ typedef struct {
     float scaling;
 } packed;
 
-/* A thread's scratch memory. Keys and values are stored by token, [capacity, padded], and in the blocks of `score`. If
- * pairs: `rows` has words of two tokens, blocks of two dimensions; the words of q and grad are of two dimensions, and
- * their pairs, those of weights and those of slopes of two queries. */
+/* A thread's scratch memory. Keys and values are stored by token, [capacity, padded], and in the blocks of `score`; see
+ * attention_pairs.c for words. */
 typedef struct {
     shape of;
     float *rows;                                                /* values; backward: keys */
     float *key_blocks, *value_blocks, *grad_keys, *grad_values; /* the last three: backward only */
     float *q, *out, *grad, *q_words, *grad_words, *q_pairs, *grad_pairs;
     float *weights, *slopes, *weight_pairs, *slope_pairs;
-    int64_t stride;     /* of the last four */
+    int64_t stride;     /* of weights and slopes, [QUERIES, stride] */
     int64_t first, end; /* the table holds these tokens of a prefix and a sequence after it */
     int joins;          /* whether there are other blocks */
+    int pairs;          /* whether it holds words */
 } table;
 
 /* Numbers of a query's scores. */
-static int64_t held(int64_t capacity, int64_t backward) { return backward ? STRIP : up(capacity) * LANES; }
+static int64_t held(int64_t capacity, int64_t backward) { return backward ? KEYS : (capacity / KEYS + 2) * KEYS; }
+
+/* Numbers of a table of tokens: whole blocks. */
+static int64_t table_size(int64_t capacity, int64_t padded) { return (capacity / KEYS + 1) * KEYS * padded; }
 
 /* Nothing is initialised. Numbers beyond a head's width or a sequence's tokens stay arbitrary, except beside a last one
  * in a word: they are multiplied but never read. */
 static table laid_out(const packed *p, int thread) {
-    const int64_t size = up(p->capacity) * LANES * p->padded, tile = QUERIES * p->padded;
+    const int64_t size = table_size(p->capacity, p->padded), tile = QUERIES * p->padded;
     float *at = p->scratch + thread * p->scratch_size;
-    table t = {.of = {p->width, p->padded}, .stride = held(p->capacity, p->grad_out != 0), .end = INT64_MAX};
+    table t = {.of = {p->width, p->padded}, .stride = held(p->capacity, p->grad_out != 0), .end = INT64_MAX,
+               .pairs = HAS_PAIRS && p->half};
     float **parts[] = {&t.rows, &t.key_blocks, &t.value_blocks, &t.grad_keys, &t.grad_values};
     for (int i = 0; i < (p->grad_out ? 5 : 2); i++) *parts[i] = at, at += size;
     t.q = at, t.out = t.q + tile, t.grad = t.out + tile, t.q_words = t.grad + tile;
@@ -55,8 +62,8 @@ static table laid_out(const packed *p, int thread) {
 }
 
 int64_t cohort_attention_scratch(int64_t capacity, int64_t padded, int64_t backward) {
-    const int64_t size = up(capacity) * LANES * padded;
-    return (backward ? 5 : 2) * size + 5 * QUERIES * padded + 3 * QUERIES * held(capacity, backward);
+    const int64_t tables = (backward ? 5 : 2) * table_size(capacity, padded);
+    return tables + 5 * QUERIES * padded + 3 * QUERIES * held(capacity, backward);
 }
 
 /* Copy `count` tokens of one head, from `first` on, to the table's tokens from `position` on. */
@@ -72,36 +79,6 @@ static void lay_numbers(const packed *p, table *t, const void *keys, const void 
             if (t->value_blocks) t->value_blocks[block + d * LANES] = v;
         }
     }
-}
-
-/* The same as words, with zeros beside a last token that has no neighbour. Float32 numbers are rounded: those of a
- * prefix, which an update widens from bfloat16 to add up its gradients. */
-static void lay_words(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
-                      int64_t head, int64_t position, const int half) {
-    uint32_t *blocks[] = {(uint32_t *)t->key_blocks, (uint32_t *)t->value_blocks};
-    for (int64_t i = 0; i < count + (position + count) % 2; i++) {
-        const int64_t from = ((first + i) * p->kv_heads + head) * p->width, to = position + i;
-        const int64_t block = (to / LANES * (p->padded / 2)) * LANES + to % LANES;
-        const uint16_t *of[] = {(const uint16_t *)keys + from, (const uint16_t *)values + from};
-        for (int64_t d = 0; !half && i < count && d < p->width; d++) {
-            store1(t->q, d, ((const float *)keys)[from + d], 1), store1(t->out, d, ((const float *)values)[from + d], 1);
-            of[0] = (uint16_t *)t->q, of[1] = (uint16_t *)t->out;
-        }
-        const uint16_t *row = of[t->value_blocks ? 0 : 1];
-        uint16_t *halves = (uint16_t *)t->rows + to / 2 * 2 * p->padded + to % 2;
-        for (int64_t d = 0; d < p->width; d++) halves[d * 2] = i < count ? row[d] : 0;
-        for (int kind = 0; kind < (t->value_blocks ? 2 : 1) && i < count; kind++) {
-            for (int64_t d = 0; d + 2 <= p->width; d += 2)
-                memcpy(blocks[kind] + block + d / 2 * LANES, of[kind] + d, sizeof(uint32_t));
-            if (p->width % 2) blocks[kind][block + p->width / 2 * LANES] = of[kind][p->width - 1];
-        }
-    }
-}
-
-INLINE void lay(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
-                int64_t head, int64_t position, const int half, const int pairs) {
-    if (pairs) lay_words(p, t, keys, values, first, count, head, position, half);
-    else lay_numbers(p, t, keys, values, first, count, head, position, half);
 }
 
 /* The table's tokens that query `j` of a sequence sees: from .first to before .end; none if the query is padding. */
@@ -161,16 +138,6 @@ static int needed(const packed *p, const int64_t *sequence, int64_t j) {
     return !drawn || drawn[sequence[0] + last / p->group + 1] > drawn[sequence[0] + j / p->group];
 }
 
-/* Words of neighbouring dimensions, and of neighbouring queries. */
-static void pair_tile(const float *rows, int64_t padded, float *words, float *pairs) {
-    for (int64_t i = 0; i < QUERIES; i += 2)
-        for (int64_t d = 0; d < padded; d += LANES) {
-            const vec one = load(rows, i * padded + d, 0), other = load(rows, (i + 1) * padded + d, 0);
-            store_words(words, i * padded + d, one), store_words(words, (i + 1) * padded + d, other);
-            store(pairs, i / 2 * padded + d, pair(one, other), 0);
-        }
-}
-
 /* Store the gradients of `count` tokens from `first` on, which are the table's from `position` on; they are free then. */
 static void put_own(const packed *p, table *t, int64_t first, int64_t count, int64_t head, int64_t position) {
     for (int64_t i = 0; i < count; i++) {
@@ -203,4 +170,38 @@ static void clear(const packed *p, const int64_t *sequence, int64_t head) {
         memset(to, 0, (size_t)p->width * sizeof *to);
         if (!p->grad_out) p->lse[at] = -INFINITY;
     }
+}
+
+/* What a query's weights and slopes are computed from. */
+typedef struct {
+    view seen;
+    float top, delta; /* top: what its scores are less than; backward: their lse, and the output's product with its gradient */
+} query;
+
+/* Add a block's part of a query's output, whose weights have the sum `total` beside `top`, to that of the blocks before. */
+static void join(const packed *p, int64_t at, float top, float total, float *out) {
+    const float *before = (const float *)p->out + at * p->width;
+    float keep = 1, add = 0;
+    if (total != 0) { /* it is 0 for queries that see nothing of the block */
+        const float old = p->lse[at], new = top + logf(total), most = fmaxf(old, new);
+        p->lse[at] = most + logf(expf(old - most) + expf(new - most));
+        keep = expf(old - p->lse[at]), add = expf(new - p->lse[at]) / total;
+    }
+    for (int64_t d = 0; d < p->width; d++) out[d] = keep * before[d] + add * out[d];
+}
+
+/* Store the outputs of a tile's queries, whose weights have the sums `sums` beside `tops`. */
+static void put_forward(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j, const float *tops,
+                        const float *sums) {
+    for (int64_t i = 0; i < QUERIES && j + i < sequence[1] * p->group; i++) {
+        const int64_t at = index_of(p, sequence, head, j + i);
+        float *out = t->out + i * p->padded;
+        if (t->joins) {
+            join(p, at, tops[i], sums[i], out);
+            continue;
+        }
+        p->lse[at] = tops[i] + logf(sums[i]);
+        for (int64_t d = 0; d < p->width; d++) out[d] /= sums[i];
+    }
+    put_tile(p, t->out, sequence, head, j, p->out);
 }

@@ -2,6 +2,7 @@
 #include "decode.c"
 #include "product.c"
 #include "attention_table.c"
+#include "attention_pairs.c"
 #include "attention.c"
 #include "update.c"
 #include "recurrent.c"

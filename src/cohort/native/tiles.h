@@ -71,7 +71,7 @@ INLINE void score(int64_t n, const float *q, const void *keys, const shape *s, i
 INLINE void mix_tile(const int n, const int wide, const float *weights, int64_t stride, const void *values,
                      const shape *s, int64_t from, int64_t end, float *out, const int half) {
     for (int64_t d = 0; d + wide * LANES <= s->padded; d += wide * LANES) {
-        vec total[12];
+        vec total[16];
         UNROLL_ALL for (int i = 0; i < n * wide; i++) total[i] = load(out, i / wide * s->padded + d + i % wide * LANES, 0);
         for (int64_t t = from; t < end; t++) {
             vec v[4];
