@@ -334,10 +334,11 @@ def _stages(passes: SharedPasses) -> tuple[list[Stage], list[int]]:
 
 
 def memory_of_token(passes: SharedPasses) -> tuple[int, float] | None:
-    """The bytes that a token of a long row takes at most, and the largest share of the layers in one stage. While a stage
-    runs backward, that is the residual stream before it and before each stage below it but the first, one gradient of
-    that stream, and the keys and values of the stage with gradients (at least in float32), all in the weights' dtype; one
-    hidden state in the products' dtype if it differs; 28 bytes of ids and log-probs. None: nothing is known of layers."""
+    """The bytes that a token of a long row takes at most, and the largest share of the layers in one stage. While a
+    stage runs backward, that is the residual stream before it and before each stage below it but the first, a
+    gradient of that stream, and keys and values of the stage with gradients (at least float32), all in the weights'
+    dtype; one hidden state in the products' dtype if it differs; 28 bytes of ids and log-probs. None: the layers are
+    not known."""
     if not isinstance(passes.body, LeanLayers):
         return None
     anatomy, precision = passes.body.anatomy, passes.model.precision
