@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -50,11 +51,13 @@ def pytest_configure() -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """In a fresh clone, workers collect at the same time, and each would compile every test and the native kernels. The
-    kernels are compiled beside the collection, and each worker imports a share of the tests before the others do."""
+    kernels are compiled beside the collection, and each worker imports a share of the tests before the others do. The
+    process that others are forked from starts then, too: several tests would wait for it at once."""
     if session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
     worker = getattr(session.config, "workerinput", None)
     if worker is None and session.config.getoption("numprocesses", None):
+        threading.Thread(target=lambda: importlib.import_module("tests.warm").start_server(), daemon=True).start()
         if not any(Path(os.environ["COHORT_CACHE"]).glob("*.so")):
             command = [sys.executable, "-c", "from cohort.native import load; load()"]
             atexit.register(subprocess.Popen(command, stderr=subprocess.DEVNULL).wait)

@@ -333,6 +333,24 @@ def _stages(passes: SharedPasses) -> tuple[list[Stage], list[int]]:
     return [partial(body.run, each) for each in ranges], [end - 1 for end in ends]
 
 
+def memory_of_token(passes: SharedPasses) -> tuple[int, float] | None:
+    """The bytes that a token of a long row takes at most, and the largest share of the layers in one stage. While a
+    stage runs backward, that is the residual stream before it and before each stage below it but the first, a
+    gradient of that stream, and keys and values of the stage with gradients (at least float32), all in the weights'
+    dtype; one hidden state in the products' dtype if it differs; 28 bytes of ids and log-probs. None: the layers are
+    not known."""
+    if not isinstance(passes.body, LeanLayers):
+        return None
+    anatomy, precision = passes.body.anatomy, passes.model.precision
+    size, hidden = precision.master.itemsize, len(anatomy.norm.weight)
+    width = anatomy.num_key_value_heads * anatomy.head_dim
+    sizes = stage_sizes(len(anatomy.layers), hidden, width)
+    keys = 2 * width * (size + max(size, 4))
+    most = max((below + 1) * hidden * size + count * keys for below, count in enumerate(sizes))
+    converted = (precision.compute != precision.master) * hidden * precision.compute.itemsize
+    return most + converted + 28, max(sizes) / sum(sizes)
+
+
 def stage_sizes(layers: int, hidden: int, width: int) -> list[int]:
     """The number of layers of each stage. A token takes no more memory than its hidden states after all layers, if that
     is possible, and else as little more as possible; within that, as few layers as possible are computed again.

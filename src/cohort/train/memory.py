@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy, context_length
 from cohort.policy.device import kind_of, out_of_memory, release_memory
-from cohort.policy.pieces import can_cut
+from cohort.policy.pieces import can_cut, memory_of_token
 from cohort.rollout.budget import free_bytes
 
 MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -25,7 +25,7 @@ MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
 FEWEST_TOKENS = 256
 PROBED_TOKENS = (64, 192)
 PROBED_PIECE, PROBED_PIECES = 64, (4, 8)
-"""Completions of so many small pieces show what a token of a long completion takes."""
+"""Completions of so many small pieces are the base of what long completions take."""
 FREE_SHARE = 0.5
 """Share of the free memory that a pass may take."""
 MEBI = 2**20
@@ -93,7 +93,7 @@ def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_
 
     Passes over arbitrary tokens are tried: two short ones to measure the memory of one token, and one with the longest
     prompt and the longest completion that is computed whole. If longer ones are computed in pieces, two short
-    completions in small pieces show what those take. The passes change nothing.
+    completions in small pieces are the base of what those take. The passes change nothing.
 
     Args:
         policy: the model to be trained.
@@ -141,12 +141,15 @@ def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, lon
 
 
 def _peak_in_pieces(policy: Policy, prompt_length: int, completion_length: int, piece: int, per_token: float) -> int:
-    """The peak of a completion in pieces: a straight line through two short ones in small pieces, and the activations
-    of larger pieces."""
+    """A bound of the peak of a completion in pieces: that of a short one in small pieces, what further tokens take, and
+    the activations of a stage for larger pieces. Which stage has the peak changes with the length: the difference
+    between two short completions may say too little of long ones. It counts where it is larger, as with the states of
+    recurrent layers, which each piece keeps."""
     small, large = (min(count * PROBED_PIECE, completion_length) for count in PROBED_PIECES)
     few, many = (peak_bytes(policy, prompt_length, length, most_tokens=PROBED_PIECE) for length in (small, large))
-    grown = max(0, many - few) / max(1, large - small) * (completion_length - large)
-    return int(many + grown + per_token * (piece - PROBED_PIECE))
+    known, share = (memory_of_token(policy.passes) if can_cut(policy.passes) else None) or (0, 1.0)
+    slope = max(known, (many - few) / max(1, large - small))
+    return int(many + slope * (completion_length - large) + share * per_token * (piece - PROBED_PIECE))
 
 
 def peak_bytes(
