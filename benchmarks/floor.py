@@ -182,7 +182,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 def measure(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any]:
     model = build_model(job.shape, job.ends)
-    trainer = cohort_trainer(job, model, options.precision, None)
+    trainer = cohort_trainer(job, model, options.precision, options.microbatch_tokens)
     precision = trainer.policy.precision
     steps = trainer.steps()
     next(steps)
@@ -225,7 +225,12 @@ def measure(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any]:
 def show(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     print(f"cpu, {hardware('cpu')}, {options.threads} threads, load before {options.load}; ", end="")
     print(", ".join(f"{key} {value}" for key, value in versions([]).items()))
-    print(f"medians of {options.repeats}" + ("; QUICK: these figures mean nothing" if options.quick else "") + "\n")
+    passes = f", passes of {options.microbatch_tokens:,} tokens" if options.microbatch_tokens else ""
+    print(
+        f"medians of {options.repeats}{passes}"
+        + ("; QUICK: these figures mean nothing" if options.quick else "")
+        + "\n"
+    )
     print("| case | precision | best rate, GFLOP/s | update, s | its products | share | at the best rate |", end="")
     print(" generate, s | reads of the weights | share | products of decoding | share | both floors of a step |")
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
@@ -253,6 +258,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, nargs="+", default=list(CASES))
     parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--microbatch-tokens", type=int, help="default: the trainer's")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="does everything work? The figures mean nothing")
