@@ -8,6 +8,7 @@ from torch import nn
 
 from cohort.native import Unavailable, load
 from cohort.policy import Policy, enable_checkpointing
+from cohort.policy.head import add_product
 from cohort.policy.narrow import add_narrow, narrow_linears
 from tests.conftest import each
 from tests.policy.plain import MIXED, threads, tiny_llama
@@ -127,3 +128,10 @@ def test_adding_in_another_order_of_memory():
     expected = total + part.float()
     add_narrow(total, part)
     assert torch.equal(total, expected)
+
+
+def test_kernels_that_are_switched_off_are_not_used(monkeypatch):
+    monkeypatch.setattr("cohort.policy.narrow.call", lambda *_, **__: pytest.fail("a kernel was called"))
+    total, left, right = torch.ones(3, 4), torch.ones(3, 2).bfloat16(), torch.ones(2, 4).bfloat16()
+    add_product(total, left, right)
+    assert total.tolist() == [[3.0] * 4] * 3

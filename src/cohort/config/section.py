@@ -133,8 +133,8 @@ def _explanation(item: Any, schema: type[BaseModel], path: str) -> str:
 
 
 def suggestion(name: str, schema: type[BaseModel], prefix: str = "", *, python: bool = False) -> str:
-    """What follows "unknown setting NAME" in an error. ``python``: a setting of a table within a section
-    is written as an argument, too."""
+    """What follows "unknown setting NAME" in an error. ``python``: NAME is an argument of ``GRPOConfig``, so a
+    setting of a table within a section is also shown as one: ``lora={'rank': ...}``."""
     hint = _suggestion(name, schema, prefix)
     nested = set(_nested_paths(schema).values()) if python else set()
     if found := next((path for path in re.findall(r"\w+(?:\.\w+){2}", hint) if path in nested), None):

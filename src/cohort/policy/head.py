@@ -241,7 +241,8 @@ class _DrawnLogps(torch.autograd.Function):
             with head.without_autocast():
                 grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
                 if grad_weight is not None:
-                    add_product(grad_weight, grad_rows_CV.mT, in_like_shapes(hidden_CH.to(head.compute)))
+                    hidden_rows_CH = in_like_shapes(hidden_CH.to(head.compute))
+                    add_product(grad_weight, grad_rows_CV.mT, hidden_rows_CH, native=states.native)
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0, dtype=grad_bias.dtype)
         return grad_hidden_NH, None if in_place else grad_weight, grad_bias, None
@@ -254,14 +255,18 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-def add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
+def add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, native: bool = False) -> None:
     """``total += left @ right``; of another dtype some rows at a time, as the whole product would be as large."""
     if left_VC.dtype == total_VH.dtype:
         total_VH.addmm_(left_VC, right_CH)
         return
     size = max(1, PRODUCT // right_CH.shape[1])
     for start in range(0, len(total_VH), size):
-        add_narrow(total_VH[start : start + size], left_VC[start : start + size] @ right_CH)
+        rows, part = total_VH[start : start + size], left_VC[start : start + size] @ right_CH
+        if native:
+            add_narrow(rows, part)
+        else:
+            rows += part
 
 
 def _gradient(

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.native import Unavailable, call, load
+from cohort.native import call
 
 
 @contextmanager
 def narrow_linears(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside the block, the linear layers of a model compute so under autocast to ``dtype``. Weights must not change
-    there. Layers whose weight has a hook, is frozen or is not float32 are left alone."""
+    there, and native kernels must be available. Layers whose weight has a hook, is frozen or is not float32 are left
+    alone."""
     linears = [module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
     linears = [module for module in linears if module.weight.dtype == torch.float32 and takes_in_place(module.weight)]
     for module in linears:
@@ -75,17 +76,10 @@ def takes_in_place(weight: Tensor) -> bool:
 
 
 def add_narrow(total: Tensor, part: Tensor) -> None:
-    """``total += part``. Torch would first make a copy of the part in the dtype of the total."""
+    """``total += part``; native kernels must be available. Torch would first make a copy of the part in the dtype of
+    the total."""
     fits = total.dtype == torch.float32 and part.dtype == torch.bfloat16 and total.shape == part.shape
-    if fits and total.device.type == "cpu" and total.is_contiguous() and part.is_contiguous() and _has_kernels():
+    if fits and total.device.type == "cpu" and total.is_contiguous() and part.is_contiguous():
         call("add", total=total, part=part, count=total.numel())
     else:
         total += part
-
-
-def _has_kernels() -> bool:
-    try:
-        load()
-    except Unavailable:
-        return False
-    return True
