@@ -185,7 +185,8 @@ def measure(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any]:
     trainer = cohort_trainer(job, model, options.precision, options.microbatch_tokens)
     precision = trainer.policy.precision
     steps = trainer.steps()
-    next(steps)
+    for _ in range(options.warmup):
+        next(steps)
     weights = Weights.of(model, precision.compute)
     times: dict[str, list[float]] = {}
     decode_steps, length = 0.0, 0.0
@@ -260,13 +261,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--microbatch-tokens", type=int, help="default: the trainer's")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=4, help="steps before; the process's memory grows during the first")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="does everything work? The figures mean nothing")
     parser.add_argument("--json", action="store_true", help="a JSON list on standard output, nothing else")
     options = parser.parse_args()
-    if min(options.repeats, options.threads) < 1:
-        parser.error("--repeats and --threads must be at least 1")
-    options.repeats = 1 if options.quick else options.repeats
+    if min(options.repeats, options.threads, options.warmup) < 1:
+        parser.error("--repeats, --threads and --warmup must be at least 1")
+    if options.quick:
+        options.repeats = options.warmup = 1
     options.load = round(os.getloadavg()[0], 2)
     return options
 
