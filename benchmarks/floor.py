@@ -261,7 +261,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--microbatch-tokens", type=int, help="default: the trainer's")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=4, help="steps before; the process's memory grows during the first")
+    parser.add_argument(
+        "--warmup", type=int, default=4, help="steps before; the process's memory grows during the first"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="does everything work? The figures mean nothing")
     parser.add_argument("--json", action="store_true", help="a JSON list on standard output, nothing else")

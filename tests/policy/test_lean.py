@@ -7,8 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.policy import Policy, enable_checkpointing
-from cohort.policy.head import LIKE_SHAPES, add_product
+from cohort.policy.head import LIKE_SHAPES
 from cohort.policy.lean import LeanLayers
+from cohort.policy.narrow import add_gradient
 from tests.conftest import tiny_llama
 from tests.policy.plain import (
     COMPLETIONS,
@@ -140,7 +141,7 @@ def test_hooks_on_a_weight_still_get_its_gradient(name):
 
 def test_no_other_tensor_is_as_large_as_the_head(monkeypatch):
     """Gradients are allocated once, and added to in slices."""
-    monkeypatch.setattr("cohort.policy.head.PRODUCT", 24 * 64)
+    monkeypatch.setattr("cohort.policy.narrow.PRODUCT", 24 * 64)
     monkeypatch.setattr("cohort.policy.head.CHUNK_LOGITS", 64 * 64)
     policy = Policy(tiny_llama(vocab_size=4096, tie_word_embeddings=False), SINGLE)
 
@@ -165,9 +166,9 @@ def test_no_other_tensor_is_as_large_as_the_head(monkeypatch):
     ("rows", "dtype", "atol"), [(7, torch.float32, 2e-6), (1000, torch.float32, 2e-6), (9, torch.float64, 1e-14)]
 )
 def test_adding_a_product(rows, dtype, atol, monkeypatch):
-    monkeypatch.setattr("cohort.policy.head.PRODUCT", 16 * 100)
+    monkeypatch.setattr("cohort.policy.narrow.PRODUCT", 16 * 100)
     left, right = torch.randn(rows, 5, dtype=dtype), torch.randn(5, 16, dtype=dtype)
     total = torch.randn(rows, 16, dtype=torch.float64)
     expected = total + left.double() @ right.double()
-    add_product(total, left, right)
+    add_gradient(total, left.T, right)
     torch.testing.assert_close(total, expected, rtol=0, atol=atol)

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from cohort.native import Unavailable, load
-from cohort.policy import Policy, enable_checkpointing
-from cohort.policy.head import add_product
-from cohort.policy.narrow import add_narrow, narrow_linears
+from cohort.native import Unavailable, has_pairs, load
+from cohort.policy import CompletionStates, Head, Policy, enable_checkpointing, head
+from cohort.policy.narrow import add_gradient, add_narrow, narrow_linears
 from tests.conftest import each
-from tests.policy.plain import MIXED, threads, tiny_llama
+from tests.policy.plain import MIXED, distribution_of, threads, tiny_llama
 
 try:
     load()
@@ -19,6 +18,7 @@ except Unavailable as reason:
     pytest.skip(f"no native kernels: {reason}", allow_module_level=True)
 
 HALF = torch.bfloat16
+VOCABULARY = 23
 PASSES = [((5, 9, 20), (4, 6, 1)), ((7, 2), (3,))]
 
 
@@ -48,19 +48,57 @@ def test_gradients_of_a_model_are_those_of_autocast(checkpointing):
     assert not any("forward" in vars(module) for module in policy.model.modules())
 
 
-def test_gradients_of_a_layer_are_those_of_autocast_bit_by_bit():
+def test_a_layer_computes_what_autocast_does_and_its_gradient_has_float32_sums():
+    """The layer's output and the gradient of its input are those of autocast bit by bit. The gradients of the weight and
+    the bias are sums of exact products in float32, where autocast rounds each pass's to bfloat16."""
     layer, given = linear_of(), [torch.randn(rows, 40) for rows in (64, 7, 1)]
+    expected_weight, expected_bias = torch.zeros(24, 40, dtype=torch.float64), torch.zeros(24, dtype=torch.float64)
     found = []
     for block in (nullcontext(), narrow_linears(layer, HALF)):
         layer.zero_grad()
-        x_grads = []
+        outs = []
         with block, torch.autocast("cpu", HALF):
             for x in given:
                 out = layer(x.requires_grad_())
                 (out.float() * torch.arange(24)).sum().backward()
-                x_grads, x.grad = [*x_grads, x.grad], None
-        found.append([layer.weight.grad, layer.bias.grad, *x_grads])
+                outs, x.grad = [*outs, out, x.grad], None
+        found.append(outs)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    for x in given:
+        grad = torch.arange(24.0).repeat(len(x), 1).double()
+        expected_weight += grad.T @ x.detach().bfloat16().double()
+        expected_bias += grad.sum(0)
+    half = not has_pairs()  # torch's product is rounded then
+    torch.testing.assert_close(layer.weight.grad.double(), expected_weight, rtol=2**-8 if half else 1e-6, atol=2e-4)
+    assert torch.equal(layer.bias.grad.double(), expected_bias)
+
+
+# One pair of tokens and half of one; ends inside a panel, a block and the outputs that are laid out together.
+@each("size", [(1, 3, 5), (2, 1, 1), (7, 40, 24), (300, 33, 70), (65, 20, 4099), (1031, 64, 600)])
+@each("fresh", [False, True])
+@each("native", [False, True])
+def test_a_weights_gradient_is_that_of_float64(size, fresh, native):
+    tokens, inputs, outputs = size
+    generator = torch.Generator().manual_seed(tokens)
+    x, grad = (torch.randn(tokens, n, generator=generator).to(HALF) for n in (inputs, outputs))
+    total = torch.full((outputs, inputs), torch.nan if fresh else 0.5)
+    product = grad.double().T @ x.double()
+    add_gradient(total, grad, x, fresh=fresh, native=native)
+    # Partial sums of t products of about 1 are about sqrt(t), and their t roundings add up to as many times sqrt(t). Where
+    # torch computes it, the product is rounded to bfloat16.
+    atol = 4 * 2**-24 * tokens + (0 if native and has_pairs() else 2**-8 * float(product.abs().max()))
+    torch.testing.assert_close(total.double(), product + (0 if fresh else 0.5), rtol=0, atol=atol)
+
+
+def test_a_weights_gradient_depends_on_no_other_output_and_no_thread():
+    x, grad = torch.randn(301, 50).to(HALF), torch.randn(301, 90).to(HALF)
+    whole, part = torch.empty(90, 50), torch.empty(37, 50)
+    with threads(1):
+        add_gradient(whole, grad, x, fresh=True, native=True)
+    with threads(3):
+        add_gradient(part, grad[:, 20:57].contiguous(), x, fresh=True, native=True)
+    if has_pairs():  # torch promises neither
+        assert torch.equal(part, whole[20:57])
 
 
 class Copies(torch.utils._python_dispatch.TorchDispatchMode):
@@ -132,6 +170,24 @@ def test_adding_in_another_order_of_memory():
 
 def test_kernels_that_are_switched_off_are_not_used(monkeypatch):
     monkeypatch.setattr("cohort.policy.narrow.call", lambda *_, **__: pytest.fail("a kernel was called"))
-    total, left, right = torch.ones(3, 4), torch.ones(3, 2).bfloat16(), torch.ones(2, 4).bfloat16()
-    add_product(total, left, right)
+    total, grad, x = torch.ones(3, 4), torch.ones(2, 3).bfloat16(), torch.ones(2, 4).bfloat16()
+    add_gradient(total, grad, x)
     assert total.tolist() == [[3.0] * 4] * 3
+
+
+@pytest.mark.parametrize("compute", [torch.float32, HALF])
+@each("kept", [4 * VOCABULARY, 2**26])
+def test_kept_logits_change_no_bit_and_serve_one_backward_pass(monkeypatch, compute, kept):
+    """Those of the last chunk or two, or all. The second pass finds nothing kept: the logits were written over."""
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 2)
+    hidden, linear = torch.randn(9, 6, requires_grad=True), nn.Linear(6, VOCABULARY, bias=False)
+    drawn = distribution_of([(1, 2)], [tuple(range(9))], 1.0, (), 1.0)
+    found = []
+    for most in (0, kept):
+        monkeypatch.setattr(head, "KEPT_BYTES", most)
+        logps_N = CompletionStates(hidden, Head(linear, compute, native=True), drawn).logps().logps_N
+        weighted = (logps_N * torch.arange(9)).sum()
+        once = torch.autograd.grad(weighted, (hidden, linear.weight), retain_graph=True)
+        again = torch.autograd.grad(weighted, (hidden, linear.weight))
+        found.append([logps_N.detach(), *once, *again])
+    assert all(map(torch.equal, *found))

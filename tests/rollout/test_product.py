@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from cohort.native import Unavailable, load
+from cohort.native import Unavailable, has_pairs, load
 from cohort.rollout.group_attention import attend_causally
-from cohort.rollout.product import CHUNK, NativeProduct, PackedProduct, has_pairs, multiplies
+from cohort.rollout.product import CHUNK, NativeProduct, PackedProduct, multiplies
 
 try:
     load()

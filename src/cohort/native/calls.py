@@ -85,6 +85,12 @@ def data_pointer(values: Tensor) -> int:
     return values.data_ptr()
 
 
+@functools.cache
+def has_pairs() -> bool:
+    """Whether the processor multiplies pairs of bfloat16 numbers. The library must be available."""
+    return bool(load().cohort_has_pairs())
+
+
 def require(holds: bool, what: str) -> None:
     """Check shapes and dtypes: with others, C would read or write out of bounds."""
     if not holds:

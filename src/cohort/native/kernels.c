@@ -9,3 +9,4 @@
 #include "experts.c"
 #include "few_tokens.c"
 #include "packed_product.c"
+#include "weight_gradient.c"

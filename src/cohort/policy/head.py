@@ -5,7 +5,8 @@ With hidden state h, head W, temperature tau, and penalty and supports inside z:
     z = shape(W h) / tau        logps = z_target - log sum_v exp z_v
     d logps / d z = onehot(target) - softmax(z)
 
-The backward pass computes each chunk's logits again; only hidden states are kept for all tokens.
+Hidden states are kept for all tokens. The backward pass computes each chunk's logits again, except those of the last
+chunks, which are kept up to ``KEPT_BYTES``.
 
 Axis letters: N drawn tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -26,15 +27,15 @@ from torch.nn import functional
 from cohort.native import call
 from cohort.policy.anatomy import soft_cap
 from cohort.policy.device import kind_of
-from cohort.policy.narrow import add_narrow, takes_in_place
+from cohort.policy.narrow import add_gradient, takes_in_place
 from cohort.policy.rows import Distribution
 
 CHUNK_TOKENS = 512
 """Maximum number of tokens of a chunk."""
 CHUNK_LOGITS = 2**25
 """Maximum number of logits of a chunk (128 MiB in float32)."""
-PRODUCT = 2**23
-"""Maximum size of a product that is added to a gradient."""
+KEPT_BYTES = 2**26
+"""Most memory of logits that are kept for the backward pass."""
 LIKE_SHAPES = 64
 """On a CPU, the number of rows of a product is a multiple of this. oneDNN compiles code for every shape and keeps most
 of it until the process ends: with a shape per token count, memory would grow from step to step."""
@@ -201,11 +202,17 @@ class _DrawnLogps(torch.autograd.Function):
         weight = states.head.cast_weight()  # once for all chunks
         # The backward pass is next: it takes the copy and frees it.
         ctx.copy = None if states.head.linear is None or weight is states.head.linear.weight else weight
+        ctx.kept = {}
         for span in states.chunks:
             if states.native and weight is not None:
-                logits_CV = states.head.product(hidden_NH[span], weight)[: len(targets_N[span])]
+                product_CV = states.head.product(hidden_NH[span], weight)
                 names = ("logps", "entropies", "collisions", "tops", "sums")
+                logits_CV = product_CV[: len(targets_N[span])]
                 states.call_native(logits_CV, span, **dict(zip(names, found[:, span], strict=True)))
+                left = len(targets_N) - span.start
+                if ctx.needs_input_grad[0] and left * len(weight) * weight.element_size() <= KEPT_BYTES:
+                    ctx.kept[span.start] = product_CV
+                del product_CV, logits_CV  # one chunk's at a time
             else:
                 found[:3, span] = _statistics(hidden_NH[span], weight, states, span)
         ctx.tops_sums_2N = found[3:]
@@ -219,21 +226,24 @@ class _DrawnLogps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor, *_others: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        hidden_NH, _, bias_V = ctx.saved_tensors
         states: CompletionStates = ctx.states
         head = states.head
         grad_hidden_NH, grad_N = torch.empty_like(hidden_NH), grad_N.contiguous()
-        grad_weight, in_place = None, False
+        grad_weight, in_place, fresh = None, False, True
         if ctx.needs_input_grad[1]:
             assert head.linear is not None
             parameter = head.linear.weight  # the parameter itself: a saved tensor may be another object
             in_place = states.adds_gradient and takes_in_place(parameter)
-            grad_weight = gradient_of(parameter) if in_place else torch.zeros_like(weight_VH)
+            grad_weight = parameter.grad if in_place else None
+            fresh = grad_weight is None
+            grad_weight = torch.empty_like(parameter) if grad_weight is None else grad_weight
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         weight, ctx.copy = head.cast_weight() if ctx.copy is None else ctx.copy, None
         for span in states.chunks:
             hidden_CH = hidden_NH[span]
-            grad_CV = _gradient(hidden_CH, weight, states, span, grad_N[span], ctx.tops_sums_2N[:, span])
+            kept_CV = ctx.kept.pop(span.start, None)
+            grad_CV = _gradient(hidden_CH, weight, states, span, grad_N[span], ctx.tops_sums_2N[:, span], kept_CV)
             if weight is None:
                 grad_hidden_NH[span] = grad_CV
                 continue
@@ -242,9 +252,14 @@ class _DrawnLogps(torch.autograd.Function):
                 grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
                 if grad_weight is not None:
                     hidden_rows_CH = in_like_shapes(hidden_CH.to(head.compute))
-                    add_product(grad_weight, grad_rows_CV.mT, hidden_rows_CH, native=states.native)
+                    add_gradient(grad_weight, grad_rows_CV, hidden_rows_CH, fresh=fresh, native=states.native)
+                    fresh = False
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0, dtype=grad_bias.dtype)
+        if grad_weight is not None and fresh:  # no tokens
+            grad_weight.zero_()
+        if in_place:
+            parameter.grad = grad_weight
         return grad_hidden_NH, None if in_place else grad_weight, grad_bias, None
 
 
@@ -255,20 +270,6 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-def add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor, *, native: bool = False) -> None:
-    """``total += left @ right``; of another dtype some rows at a time, as the whole product would be as large."""
-    if left_VC.dtype == total_VH.dtype:
-        total_VH.addmm_(left_VC, right_CH)
-        return
-    size = max(1, PRODUCT // right_CH.shape[1])
-    for start in range(0, len(total_VH), size):
-        rows, part = total_VH[start : start + size], left_VC[start : start + size] @ right_CH
-        if native:
-            add_narrow(rows, part)
-        else:
-            rows += part
-
-
 def _gradient(
     hidden_CH: Tensor,
     weight_VH: Tensor | None,
@@ -276,11 +277,13 @@ def _gradient(
     span: slice,
     grad_C: Tensor,
     tops_sums_2C: Tensor,
+    kept_CV: Tensor | None,
 ) -> Tensor:
-    """The gradient of a chunk's ``Head.product``, padding included, or of its logits."""
+    """The gradient of a chunk's ``Head.product``, padding included, or of its logits. ``kept_CV``: that product, which
+    is overwritten; None: compute it again."""
     head, targets_C = states.head, states.distribution.targets_N[span]
     if states.native and weight_VH is not None:
-        grad_CV = head.product(hidden_CH, weight_VH)
+        grad_CV = head.product(hidden_CH, weight_VH) if kept_CV is None else kept_CV
         count, (tops_C, sums_C) = len(hidden_CH), tops_sums_2C
         states.call_native(grad_CV[:count], span, tops=tops_C, sums=sums_C, grads=grad_C)
         grad_CV[count:] = 0

@@ -1,7 +1,9 @@
 """Linear layers of an update that compute in half precision over float32 weights, on a CPU.
 
-As under autocast, each weight is cast once per update, and a pass gives its gradient in half precision. Autocast makes
-a float32 copy of that and then adds it to ``.grad``; here a kernel adds it without the copy. The numbers are the same.
+As under autocast, each weight is cast once per update, and products are in half precision with float32 sums. Autocast
+rounds a weight's gradient to half precision, makes a float32 copy of it and adds that to ``.grad``. Here a kernel adds
+the sums as they are, on processors that multiply pairs of bfloat16 numbers. On others, it adds what autocast adds,
+without the copy.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.native import call
+from cohort.native import call, has_pairs, require, room
+
+PANEL, HELD = 32, 4096
+"""Numbers of weight_gradient.c: outputs that are laid out together, and most of them whose words are held."""
+PRODUCT = 2**23
+"""Maximum size of a product in half precision that torch computes and that is added to a gradient."""
 
 
 @contextmanager
@@ -43,30 +50,36 @@ class _Narrow:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.module.weight, self.module.bias
-        if torch.is_autocast_enabled("cpu"):
-            if self.copy is None:
-                self.copy = weight.detach().to(self.dtype)
-            weight = _Cast.apply(weight, [self.copy]) if torch.is_grad_enabled() else self.copy  # type: ignore[no-untyped-call]
-        return functional.linear(x, weight, bias)
+        if not torch.is_autocast_enabled("cpu"):
+            return functional.linear(x, weight, bias)
+        if self.copy is None:
+            self.copy = weight.detach().to(self.dtype)
+        if not torch.is_grad_enabled():
+            return functional.linear(x, self.copy, bias)
+        out: Tensor = _Linear.apply(x.to(self.dtype), weight, bias, [self.copy])  # type: ignore[no-untyped-call]
+        return out
 
 
-class _Cast(torch.autograd.Function):
-    """A weight's copy, whose gradient is added to the weight's ``.grad``."""
+class _Linear(torch.autograd.Function):
+    """``x W^T + b`` with a copy of W. The gradient of W is added to its ``.grad``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, copy: list[Tensor]) -> Tensor:
-        ctx.weight = weight  # the parameter itself: a saved tensor may be another object
-        return copy[0].detach()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.rest = weight, copy[0]  # the parameter itself: a saved tensor may be another object
+        return functional.linear(x, copy[0], bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        weight = ctx.weight
-        if weight.grad is None:
-            weight.grad = grad.to(weight.dtype)
-        else:
-            add_narrow(weight.grad, grad)
-        return None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), (weight, copy) = ctx.saved_tensors, ctx.rest
+        grad_x = grad @ copy if ctx.needs_input_grad[0] else None
+        grad_TO = grad.reshape(-1, grad.shape[-1])
+        fresh = weight.grad is None
+        if fresh:
+            weight.grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        add_gradient(weight.grad, grad_TO, x.reshape(-1, x.shape[-1]), fresh=fresh, native=True)
+        return grad_x, None, grad_TO.sum(0, dtype=weight.dtype) if ctx.needs_input_grad[2] else None, None
 
 
 def takes_in_place(weight: Tensor) -> bool:
@@ -83,3 +96,37 @@ def add_narrow(total: Tensor, part: Tensor) -> None:
         call("add", total=total, part=part, count=total.numel())
     else:
         total += part
+
+
+def add_gradient(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, fresh: bool = False, native: bool = False) -> None:
+    """``total += grad^T x``, the gradient of a linear layer's matrix.
+
+    Args:
+        total_OI: contiguous.
+        grad_TO: the gradient of the layer's output, over tokens T.
+        x_TI: its input, of the same dtype.
+        fresh: the total holds nothing yet; it is written.
+        native: native kernels may compute it.
+    """
+    (tokens, outputs), inputs = grad_TO.shape, x_TI.shape[1]
+    narrow = total_OI.dtype == torch.float32 and grad_TO.dtype == x_TI.dtype == torch.bfloat16
+    if native and narrow and tokens and total_OI.device.type == "cpu" and has_pairs():
+        require(total_OI.shape == (outputs, inputs) and len(x_TI) == tokens, "a total of outputs and inputs")
+        words = room(-(-min(outputs, HELD) // PANEL) * PANEL * -(-tokens // 2))
+        call(
+            "weight_gradient", total=total_OI, grad=grad_TO.contiguous(), x=x_TI.contiguous(), words=words,
+            tokens=tokens, outputs=outputs, inputs=inputs, fresh=fresh,
+        )  # fmt: skip
+        return
+    if fresh:
+        total_OI.zero_()
+    if grad_TO.dtype == total_OI.dtype:
+        total_OI.addmm_(grad_TO.mT, x_TI)
+        return
+    size = max(1, PRODUCT // inputs)
+    for start in range(0, outputs, size):
+        rows, part = total_OI[start : start + size], grad_TO.mT[start : start + size] @ x_TI
+        if native:
+            add_narrow(rows, part)
+        else:
+            rows += part

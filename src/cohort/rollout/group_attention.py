@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cohort.native import has_pairs
 from cohort.policy.anatomy import soft_cap
 from cohort.policy.attention import BLOCK, packed_attention
 from cohort.policy.layout import Layout as PassLayout
 from cohort.rollout.cache import GroupCache, Layout
-from cohort.rollout.product import has_pairs
 
 
 def attend_in_two_parts(

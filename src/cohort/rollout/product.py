@@ -4,14 +4,13 @@ bfloat16 from a packed copy (packed_product.c)."""
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cohort.native import call, load, require, room, structure, threads_for
+from cohort.native import call, has_pairs, load, require, room, structure, threads_for
 
 CHUNK = 64
 """Rows that the kernel works on at a time."""
@@ -106,9 +105,3 @@ class PackedProduct:
         one.threads = threads_for(self._packed.numel())
         self._function(ctypes.byref(one))
         return y
-
-
-@functools.cache
-def has_pairs() -> bool:
-    """Whether the processor multiplies pairs of bfloat16 numbers. The library must be available."""
-    return bool(load().cohort_has_pairs())
