@@ -24,7 +24,7 @@ INLINE vec power_of_two(vec x) {
 static void narrow(const void *from, int64_t at, const shape *of, const int half, uint16_t *to) {
     int64_t d = 0;
     if (half) memcpy(to, (const uint16_t *)from + at, (size_t)of->width * sizeof *to), d = of->width;
-    for (; d + LANES <= of->width; d += LANES) store_words(to, d, load(from, at + d, 0));
+    for (; d + LANES <= of->width; d += LANES) store(to, d, load(from, at + d, 0), 1);
     for (; d < of->width; d++) store1(to, d, load1(from, at + d, 0), 1);
     memset(to + of->width, 0, (size_t)(of->padded - of->width) * sizeof *to);
 }
@@ -136,7 +136,7 @@ INLINE void weigh_forward(const packed *p, float *row, int64_t from, int64_t cou
     }
     for (int64_t b = 0; b < up(count); b++) {
         const vec e = power_of_two(x[b] - q->top);
-        store_words(row, b * LANES, e);
+        store(row, b * LANES, e, 1);
         *total += e;
     }
 }
@@ -182,7 +182,7 @@ INLINE void weigh_backward(const packed *p, table *t, int64_t i, int64_t from, i
         }
         store(t->weight_pairs, i / 2 * KEYS + k, pair(e[0], e[1]), 0);
         store(t->slope_pairs, i / 2 * KEYS + k, pair(slope[0], slope[1]), 0);
-        store_words(t->slopes + i * KEYS, k, slope[0]), store_words(t->slopes + (i + 1) * KEYS, k, slope[1]);
+        store(t->slopes + i * KEYS, k, slope[0], 1), store(t->slopes + (i + 1) * KEYS, k, slope[1], 1);
     }
 }
 

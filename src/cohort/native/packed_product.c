@@ -119,7 +119,7 @@ INLINE void packed_part(const packed_product *p, const uint16_t *x, int64_t rows
 INLINE void finish(const float *sums, const float *bias, uint16_t *y, int64_t count) {
     uint16_t narrow[PANEL_OUTPUTS];
     for (int i = 0; i < PANEL_OUTPUTS; i += LANES)
-        store_words(narrow, i, bias ? load(sums, i, 0) + load(bias, i, 0) : load(sums, i, 0));
+        store(narrow, i, bias ? load(sums, i, 0) + load(bias, i, 0) : load(sums, i, 0), 1);
     if (count == PANEL_OUTPUTS) memcpy(y, narrow, sizeof narrow);
     else memcpy(y, narrow, (size_t)(2 * count));
 }

@@ -102,12 +102,16 @@ INLINE float load1(const void *from, int64_t index, const int half) {
     return x;
 }
 
-/* Rounds to nearest, ties to even, as torch does; NaN stays NaN. */
+/* Rounds to nearest, ties to even, as torch does; NaN stays NaN. Denormal numbers may become 0 in bfloat16. */
 INLINE void store(void *to, int64_t index, vec x, const int half) {
     if (half) {
+#if HAS_PAIRS
+        const __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+#else
         const uvec bits = (uvec)x, whole = (uvec)(x == x);
         const uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
         const hvec narrow = __builtin_convertvector((rounded & whole) | (~whole & 0x7fc0), hvec);
+#endif
         memcpy((uint16_t *)to + index, &narrow, sizeof narrow);
     } else memcpy((float *)to + index, &x, sizeof x);
 }
@@ -162,15 +166,6 @@ INLINE vec add_product(vec a, vec b, vec total, const int half) {
 #endif
     (void)half;
     return multiply_add(a, b, total);
-}
-
-/* Numbers as bfloat16 from `index` on, in words of neighbours. Denormal ones may become 0. */
-INLINE void store_words(void *to, int64_t index, vec x) {
-#if HAS_PAIRS
-    _mm256_storeu_si256((void *)((uint16_t *)to + index), (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#else
-    store(to, index, x, 1);
-#endif
 }
 
 /* Words of the numbers of two vectors, rounded likewise. */
