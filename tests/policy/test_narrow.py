@@ -90,6 +90,12 @@ def test_a_weights_gradient_is_that_of_float64(size, fresh, native):
     torch.testing.assert_close(total.double(), product + (0 if fresh else 0.5), rtol=0, atol=atol)
 
 
+def test_a_gradient_in_another_order_of_memory_is_added():
+    x, grad, total = torch.ones(4, 3).to(HALF), torch.ones(4, 2).to(HALF), torch.ones(3, 2).T
+    add_gradient(total, grad, x, native=True)
+    assert total.tolist() == [[5.0] * 3] * 2
+
+
 def test_a_weights_gradient_depends_on_no_other_output_and_no_thread():
     x, grad = torch.randn(301, 50).to(HALF), torch.randn(301, 90).to(HALF)
     whole, part = torch.empty(90, 50), torch.empty(37, 50)

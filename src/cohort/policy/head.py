@@ -240,7 +240,7 @@ class _DrawnLogps(torch.autograd.Function):
             grad_weight = torch.empty_like(parameter) if grad_weight is None else grad_weight
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         weight, ctx.copy = head.cast_weight() if ctx.copy is None else ctx.copy, None
-        for span in states.chunks:
+        for span in reversed([*states.chunks]):  # the last ones are kept, and freed first
             hidden_CH = hidden_NH[span]
             kept_CV = ctx.kept.pop(span.start, None)
             grad_CV = _gradient(hidden_CH, weight, states, span, grad_N[span], ctx.tops_sums_2N[:, span], kept_CV)

@@ -102,7 +102,7 @@ def add_gradient(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, fresh: bool
     """``total += grad^T x``, the gradient of a linear layer's matrix.
 
     Args:
-        total_OI: contiguous.
+        total_OI: in float32 or wider.
         grad_TO: the gradient of the layer's output, over tokens T.
         x_TI: its input, of the same dtype.
         fresh: the total holds nothing yet; it is written.
@@ -110,7 +110,8 @@ def add_gradient(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, fresh: bool
     """
     (tokens, outputs), inputs = grad_TO.shape, x_TI.shape[1]
     narrow = total_OI.dtype == torch.float32 and grad_TO.dtype == x_TI.dtype == torch.bfloat16
-    if native and narrow and tokens and total_OI.device.type == "cpu" and has_pairs():
+    plain = total_OI.device.type == "cpu" and total_OI.is_contiguous()
+    if native and narrow and plain and tokens and has_pairs():
         require(total_OI.shape == (outputs, inputs) and len(x_TI) == tokens, "a total of outputs and inputs")
         words = room(-(-min(outputs, HELD) // PANEL) * PANEL * -(-tokens // 2))
         call(
