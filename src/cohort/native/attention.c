@@ -194,8 +194,8 @@ static void attend_blocks(const packed *p, table *t, const int64_t *first, const
 
 static void attend_packed(void *what, int64_t number, int thread) {
     const packed *p = what;
-    /* Items of one head are neighbours: heads need equal time. */
-    const int64_t *item = p->items + number % p->item_count * 3, head = number / p->item_count;
+    /* The heads of an item are neighbours: so are their rows in memory. */
+    const int64_t *item = p->items + number / p->kv_heads * 3, head = number % p->kv_heads;
     const int64_t *first = p->sequences + item[0] * 4, *end = p->sequences + item[1] * 4;
     table t = laid_out(p, thread);
     int64_t longest = 0;
