@@ -63,14 +63,15 @@ INLINE vec scale_scores(float *row, int64_t from, int64_t to, view v, float scal
 }
 
 static void forward_tile(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
-    const int64_t last = sooner(j + QUERIES, sequence[1] * p->group) - 1;
-    const int64_t first = seen(p, t, sequence, j).first, end = seen(p, t, sequence, last).end, start = first / LANES * LANES;
-    load_tile(p, p->q, (int)p->half, sequence, head, j, t->q);
+    const query_tile of = query_tile_of(p, sequence, head, j);
+    const int64_t first = seen(p, t, sequence, of.token[0]).first, start = first / LANES * LANES;
+    const int64_t end = seen(p, t, sequence, of.token[of.count - 1]).end;
+    load_tile(p, &of, p->q, (int)p->half, t->q);
     memset(t->out, 0, (size_t)(QUERIES * p->padded) * sizeof *t->out);
     score_queries(t, t->q, t->key_blocks, first, end, t->weights);
     float tops[QUERIES], sums[QUERIES];
     for (int64_t i = 0; i < QUERIES; i++) {
-        const view v = seen(p, t, sequence, j + i);
+        const view v = seen_by(p, t, sequence, &of, i);
         const blocks inside = whole(v, start);
         float *row = t->weights + i * t->stride;
         if (v.end <= v.first) { /* padding, or nothing of this block */
@@ -90,7 +91,7 @@ static void forward_tile(const packed *p, table *t, const int64_t *sequence, int
         sums[i] = sum(total);
     }
     mix_queries(t, t->weights, t->rows, first, end, t->out);
-    put_forward(p, t, sequence, head, j, tops, sums);
+    put_forward(p, t, &of, tops, sums);
 }
 
 /* From scores and products of gradients with values to the weights and the gradients of scores; of the tokens from
@@ -130,23 +131,23 @@ static void backward_part(const packed *p, table *t, const query *queries, int64
 }
 
 static void backward_tile(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
-    const int64_t last = sooner(j + QUERIES, sequence[1] * p->group) - 1;
-    const int64_t first = seen(p, t, sequence, j).first, end = seen(p, t, sequence, last).end;
-    load_tile(p, p->q, (int)p->half, sequence, head, j, t->q);
-    load_tile(p, p->out, (int)p->out_half, sequence, head, j, t->out);
-    load_tile(p, p->grad_out, (int)p->half, sequence, head, j, t->grad);
+    const query_tile of = query_tile_of(p, sequence, head, j);
+    const int64_t first = seen(p, t, sequence, of.token[0]).first, end = seen(p, t, sequence, of.token[of.count - 1]).end;
+    load_tile(p, &of, p->q, (int)p->half, t->q);
+    load_tile(p, &of, p->out, (int)p->out_half, t->out);
+    load_tile(p, &of, p->grad_out, (int)p->half, t->grad);
     query queries[QUERIES];
     for (int64_t i = 0; i < QUERIES; i++) {
         vec products = {0};
         for (int64_t d = 0; d < p->padded; d += LANES)
             products = multiply_add(load(t->grad, i * p->padded + d, 0), load(t->out, i * p->padded + d, 0), products);
-        const float lse = j + i <= last ? p->lse[index_of(p, sequence, head, j + i)] : 0;
-        queries[i] = (query){seen(p, t, sequence, j + i), lse, sum(products)};
+        const float lse = i < of.count ? p->lse[of.at[i]] : 0;
+        queries[i] = (query){seen_by(p, t, sequence, &of, i), lse, sum(products)};
     }
-    if (t->joins) load_tile(p, p->grad_q, (int)p->out_half, sequence, head, j, t->out);
+    if (t->joins) load_tile(p, &of, p->grad_q, (int)p->out_half, t->out);
     else memset(t->out, 0, (size_t)(QUERIES * p->padded) * sizeof *t->out);
     for (int64_t from = first / LANES * LANES; from < end; from += KEYS) backward_part(p, t, queries, from, first, end);
-    put_tile(p, t->out, sequence, head, j, p->grad_q);
+    put_tile(p, &of, t->out, p->grad_q);
 }
 
 /* Copy keys and values, see lay_numbers. */
@@ -160,8 +161,8 @@ static void lay(const packed *p, table *t, const void *keys, const void *values,
 static void attend_sequence(const packed *p, table *t, const int64_t *sequence, int64_t head) {
     const int64_t queries = sequence[1] * p->group;
     for (int64_t j = 0; j < queries; j += QUERIES) {
-        const int64_t last = sooner(j + QUERIES, queries) - 1;
-        if (!needed(p, sequence, j) || seen(p, t, sequence, last).end <= seen(p, t, sequence, j).first) continue;
+        const int64_t from = j / p->group, last = (sooner(j + QUERIES, queries) - 1) / p->group;
+        if (!needed(p, sequence, j) || seen(p, t, sequence, last).end <= seen(p, t, sequence, from).first) continue;
         if (t->pairs && p->grad_out) backward_pairs(p, t, sequence, head, j);
         else if (t->pairs) forward_pairs(p, t, sequence, head, j);
         else if (p->grad_out) backward_tile(p, t, sequence, head, j);

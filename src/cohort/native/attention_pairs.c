@@ -20,56 +20,100 @@ INLINE vec power_of_two(vec x) {
     return (vec)_mm512_scalef_ps((__m512)p, (__m512)x); /* p 2^floor(x) */
 }
 
-/* A row of `width` numbers as bfloat16, with zeros up to `padded`. */
-static void narrow(const void *from, int64_t at, const shape *of, const int half, uint16_t *to) {
+/* 2 LANES numbers of a row of bfloat16, from its number `d` on, as words; zeros beyond its width. Float32 numbers are
+ * rounded: those of a prefix, which an update widens from bfloat16 to add up its gradients. */
+INLINE uvec row_words(const void *from, int64_t at, int64_t d, int64_t width, const int half) {
+    const uint32_t some = width - d >= 2 * LANES ? UINT32_MAX : ((uint32_t)1 << (width - d)) - 1;
+    if (half) return (uvec)_mm512_maskz_loadu_epi16(some, (const uint16_t *)from + at + d);
+    const float *row = (const float *)from + at + d;
+    const __m512 low = _mm512_maskz_loadu_ps((__mmask16)some, row);
+    return (uvec)_mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps((__mmask16)(some >> LANES), row + LANES), low);
+}
+
+/* The product of two rows. */
+INLINE float row_product(const void *a, const int a_half, const void *b, const int b_half, int64_t at, int64_t width) {
+    vec total = {0};
     int64_t d = 0;
-    if (half) memcpy(to, (const uint16_t *)from + at, (size_t)of->width * sizeof *to), d = of->width;
-    for (; d + LANES <= of->width; d += LANES) store(to, d, load(from, at + d, 0), 1);
-    for (; d < of->width; d++) store1(to, d, load1(from, at + d, 0), 1);
-    memset(to + of->width, 0, (size_t)(of->padded - of->width) * sizeof *to);
+    for (; d + LANES <= width; d += LANES)
+        total = multiply_add(load(a, at + d, a_half), load(b, at + d, b_half), total);
+    if (d < width) {
+        vec x = {0}, y = {0};
+        for (int i = 0; i < width - d; i++) x[i] = load1(a, at + d + i, a_half), y[i] = load1(b, at + d + i, b_half);
+        total = multiply_add(x, y, total);
+    }
+    return _mm512_reduce_add_ps((__m512)total);
 }
 
-/* Put a token's row beside that of its neighbour; beside one without a neighbour are zeros. */
-static void lay_row(const uint16_t *row, int64_t token, int64_t padded, float *rows) {
-    uint32_t *words = (uint32_t *)rows + token / 2 * padded;
-    if (token % 2 == 0)
-        for (int64_t d = 0; d < padded; d++) words[d] = row[d];
-    else
-        for (int64_t d = 0; d < padded; d++) words[d] = (words[d] & 0xffff) | (uint32_t)row[d] << 16;
+/* Store the words of LANES rows by column: `count` columns, `stride` words apart, of the rows in `some`. */
+INLINE void put_columns(const uvec *rows, int64_t count, int64_t stride, const __mmask16 some, float *to) {
+    uvec x[LANES];
+    memcpy(x, rows, sizeof x);
+    UNROLL for (uint32_t step = 1; step < LANES; step *= 2) { /* exchange bits of a row's and a column's number */
+        uvec low, high;
+        UNROLL_ALL for (uint32_t i = 0; i < LANES; i++)
+            low[i] = i & step ? LANES + i - step : i, high[i] = i & step ? LANES + i : i + step;
+        UNROLL_ALL for (uint32_t i = 0; i < LANES; i++) {
+            if (i & step) continue;
+            const __m512i a = (__m512i)x[i], b = (__m512i)x[i + step];
+            x[i] = (uvec)_mm512_permutex2var_epi32(a, (__m512i)low, b);
+            x[i + step] = (uvec)_mm512_permutex2var_epi32(a, (__m512i)high, b);
+        }
+    }
+    UNROLL_ALL for (int64_t w = 0; w < LANES; w++)
+        if (w < count) _mm512_mask_storeu_epi32(to + w * stride, some, (__m512i)x[w]);
 }
 
-static void lay_block(const uint16_t *row, int64_t token, int64_t padded, float *blocks) {
-    float *to = blocks + token / KEYS * KEYS * (padded / 2) + token % KEYS;
-    for (int64_t w = 0; w < padded / 2; w++) memcpy(to + w * KEYS, row + 2 * w, sizeof *to);
+/* Store the numbers of the rows from `first` to before `end` beside those of a neighbour: words of two rows, `stride`
+ * words apart. Beside a last one without a neighbour are zeros; beside a first one stays what is there. */
+INLINE void put_pairs(const uvec *rows, int64_t first, int64_t end, int64_t count, int64_t stride, float *to) {
+    uvec order[2] = {{0}};
+    for (uint32_t i = 0; i < 2 * LANES; i++) order[i / LANES][i % LANES] = i | (i + 2 * LANES) << 16;
+    for (int64_t i = first / 2 * 2; i < end; i += 2)
+        for (int n = 0; n < 2 && n * LANES < count; n++) {
+            const __m512i x = _mm512_permutex2var_epi16((__m512i)rows[i], (__m512i)order[n], (__m512i)rows[i + 1]);
+            _mm512_mask_storeu_epi16(to + i / 2 * stride + n * LANES, i < first ? 0xaaaaaaaa : 0xffffffff, x);
+        }
 }
 
-/* As lay_numbers. Float32 numbers are rounded: those of a prefix, which an update widens from bfloat16 to add up its
- * gradients. */
+/* As lay_numbers. */
+INLINE void lay_words_of(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
+                         int64_t head, int64_t position, const int half) {
+    const int64_t padded = p->padded, step = p->kv_heads * p->width, start = position / LANES * LANES;
+    for (int64_t at = start; at < position + count; at += LANES) {
+        const int64_t begin = later(position - at, 0), end = sooner(position + count - at, LANES);
+        const __mmask16 some = (__mmask16)((1u << end) - (1u << begin));
+        const int64_t from = (first + at - position) * step + head * p->width;
+        const int64_t to = at / KEYS * KEYS * (padded / 2) + at % KEYS;
+        for (int64_t d = 0; d < padded; d += 2 * LANES) {
+            uvec k[LANES] = {{0}}, v[LANES] = {{0}};
+            for (int64_t i = begin; i < end; i++) {
+                k[i] = row_words(keys, from + i * step, d, p->width, half);
+                v[i] = row_words(values, from + i * step, d, p->width, half);
+            }
+            put_columns(k, (padded - d) / 2, KEYS, some, t->key_blocks + to + d / 2 * KEYS);
+            if (t->value_blocks) put_columns(v, (padded - d) / 2, KEYS, some, t->value_blocks + to + d / 2 * KEYS);
+            put_pairs(t->value_blocks ? k : v, begin, end, padded - d, padded, t->rows + at / 2 * padded + d);
+        }
+    }
+}
+
 static void lay_words(const packed *p, table *t, const void *keys, const void *values, int64_t first, int64_t count,
                       int64_t head, int64_t position, const int half) {
-    uint16_t *k = (uint16_t *)t->q, *v = k + p->padded;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t from = ((first + i) * p->kv_heads + head) * p->width, to = position + i;
-        narrow(keys, from, &t->of, half, k), narrow(values, from, &t->of, half, v);
-        lay_row(t->value_blocks ? k : v, to, p->padded, t->rows);
-        lay_block(k, to, p->padded, t->key_blocks);
-        if (t->value_blocks) lay_block(v, to, p->padded, t->value_blocks);
-    }
+    if (half) lay_words_of(p, t, keys, values, first, count, head, position, 1);
+    else lay_words_of(p, t, keys, values, first, count, head, position, 0);
 }
 
-/* Words of two dimensions and, unless NULL, of two queries, of QUERIES rows of [T, A, D]; zeros beyond the last query. */
-static void load_words(const packed *p, const table *t, const void *from, const int64_t *sequence, int64_t head, int64_t j,
-                       float *words, float *pairs) {
-    uint16_t *rows = (uint16_t *)t->q;
+/* Words of two dimensions and, unless NULL, of two queries, of a tile's rows of [T, A, D]; zeros beyond the last query. */
+static void load_words(const packed *p, const query_tile *queries, const void *from, float *words, float *pairs) {
     const int64_t padded = p->padded;
-    for (int64_t i = 0; i < QUERIES; i++) {
-        uint16_t *row = rows + i * padded;
-        if (j + i < sequence[1] * p->group)
-            narrow(from, index_of(p, sequence, head, j + i) * p->width, &t->of, 1, row);
-        else memset(row, 0, (size_t)padded * sizeof *row);
-        for (int64_t w = 0; w < padded / 2; w++) memcpy(words + w * QUERIES + i, row + 2 * w, sizeof *words);
-        if (pairs) lay_row(row, i, padded, pairs);
-    }
+    for (int64_t i = 0; i < QUERIES; i += LANES)
+        for (int64_t d = 0; d < padded; d += 2 * LANES) {
+            uvec x[LANES] = {{0}};
+            for (int64_t n = 0; n < LANES && i + n < queries->count; n++)
+                x[n] = row_words(from, queries->at[i + n] * p->width, d, p->width, 1);
+            put_columns(x, (padded - d) / 2, QUERIES, 0xffff, words + d / 2 * QUERIES + i);
+            if (pairs) put_pairs(x, 0, LANES, padded - d, padded, pairs + i / 2 * padded + d);
+        }
 }
 
 /* Scores of 8 queries and `deep` vectors of keys of a block. */
@@ -129,7 +173,7 @@ INLINE void weigh_forward(const packed *p, float *row, int64_t from, int64_t cou
     if (_mm512_test_epi32_mask((__m512i)above, (__m512i)above)) {
         vec top = x[0];
         for (int64_t b = 1; b < up(count); b++) top = pick(x[b] > top, x[b], top);
-        const float new = fmaxf(q->top, highest(top));
+        const float new = fmaxf(q->top, _mm512_reduce_max_ps((__m512)top));
         const vec keep = power_of_two(all(q->top - new));
         *total *= keep, q->top = new;
         for (int64_t d = 0; d < p->padded; d += LANES) store(out, d, load(out, d, 0) * keep, 0);
@@ -142,13 +186,13 @@ INLINE void weigh_forward(const packed *p, float *row, int64_t from, int64_t cou
 }
 
 static void forward_pairs(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
-    const int64_t last = sooner(j + QUERIES, sequence[1] * p->group) - 1;
-    const int64_t first = seen(p, t, sequence, j).first, end = seen(p, t, sequence, last).end;
+    const query_tile of = query_tile_of(p, sequence, head, j);
+    const int64_t first = seen(p, t, sequence, of.token[0]).first, end = seen(p, t, sequence, of.token[of.count - 1]).end;
     query queries[QUERIES];
     vec totals[QUERIES];
     for (int64_t i = 0; i < QUERIES; i++)
-        queries[i] = (query){seen(p, t, sequence, j + i), -INFINITY, 0}, totals[i] = (vec){0};
-    load_words(p, t, p->q, sequence, head, j, t->q_words, NULL);
+        queries[i] = (query){seen_by(p, t, sequence, &of, i), -INFINITY, 0}, totals[i] = (vec){0};
+    load_words(p, &of, p->q, t->q_words, NULL);
     memset(t->out, 0, (size_t)(QUERIES * p->padded) * sizeof *t->out);
     for (int64_t from = first / STRIP * STRIP; from < end; from += STRIP) {
         const int64_t count = sooner(STRIP, end - from), at = from * (p->padded / 2);
@@ -162,8 +206,8 @@ static void forward_pairs(const packed *p, table *t, const int64_t *sequence, in
         mix_words(t, t->weights, STRIP, t->rows + at, later(0, first - from) / 2, (count + 1) / 2, t->out);
     }
     float tops[QUERIES], sums[QUERIES];
-    for (int64_t i = 0; i < QUERIES; i++) tops[i] = queries[i].top / LOG2E, sums[i] = sum(totals[i]);
-    put_forward(p, t, sequence, head, j, tops, sums);
+    for (int64_t i = 0; i < QUERIES; i++) tops[i] = queries[i].top / LOG2E, sums[i] = _mm512_reduce_add_ps((__m512)totals[i]);
+    put_forward(p, t, &of, tops, sums);
 }
 
 /* From the scores of two queries for `count` tokens from `from` on, and the products of values with their gradients, to
@@ -187,20 +231,19 @@ INLINE void weigh_backward(const packed *p, table *t, int64_t i, int64_t from, i
 }
 
 static void backward_pairs(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j) {
-    const int64_t last = sooner(j + QUERIES, sequence[1] * p->group) - 1, padded = p->padded;
-    const int64_t first = seen(p, t, sequence, j).first, end = seen(p, t, sequence, last).end;
-    load_words(p, t, p->q, sequence, head, j, t->q_words, t->q_pairs);
-    load_words(p, t, p->grad_out, sequence, head, j, t->grad_words, t->grad_pairs);
-    load_tile(p, p->out, (int)p->out_half, sequence, head, j, t->out);
-    query queries[QUERIES];
-    for (int64_t i = 0; i < QUERIES; i++) {
-        vec products = {0};
-        for (int64_t d = 0; d < padded; d += LANES) /* of the rows that load_words has left */
-            products = multiply_add(load(t->q, i * padded + d, 1), load(t->out, i * padded + d, 0), products);
-        const float lse = j + i <= last ? p->lse[index_of(p, sequence, head, j + i)] : 0;
-        queries[i] = (query){seen(p, t, sequence, j + i), lse * LOG2E, sum(products)};
+    const int64_t padded = p->padded;
+    const query_tile of = query_tile_of(p, sequence, head, j);
+    const int64_t first = seen(p, t, sequence, of.token[0]).first, end = seen(p, t, sequence, of.token[of.count - 1]).end;
+    load_words(p, &of, p->q, t->q_words, t->q_pairs);
+    load_words(p, &of, p->grad_out, t->grad_words, t->grad_pairs);
+    query queries[QUERIES] = {{{0, 0}, 0, 0}};
+    for (int64_t i = 0; i < of.count; i++) {
+        const int64_t at = of.at[i] * p->width;
+        const float delta = p->out_half ? row_product(p->grad_out, 1, p->out, 1, at, p->width)
+                                        : row_product(p->grad_out, 1, p->out, 0, at, p->width);
+        queries[i] = (query){seen_by(p, t, sequence, &of, i), p->lse[of.at[i]] * LOG2E, delta};
     }
-    if (t->joins) load_tile(p, p->grad_q, (int)p->out_half, sequence, head, j, t->out);
+    if (t->joins) load_tile(p, &of, p->grad_q, (int)p->out_half, t->out);
     else memset(t->out, 0, (size_t)(QUERIES * padded) * sizeof *t->out);
     for (int64_t from = first / KEYS * KEYS; from < end; from += KEYS) {
         const int64_t count = sooner(KEYS, end - from), begin = later(0, first - from), at = from * (padded / 2);
@@ -211,7 +254,7 @@ static void backward_pairs(const packed *p, table *t, const int64_t *sequence, i
         fold(t->weight_pairs, KEYS, t->grad_pairs, padded, QUERIES / 2, begin, count, t->grad_values + from * padded, PAIRS);
         fold(t->slope_pairs, KEYS, t->q_pairs, padded, QUERIES / 2, begin, count, t->grad_keys + from * padded, PAIRS);
     }
-    put_tile(p, t->out, sequence, head, j, p->grad_q);
+    put_tile(p, &of, t->out, p->grad_q);
 }
 
 #else

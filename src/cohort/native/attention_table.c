@@ -81,20 +81,31 @@ static void lay_numbers(const packed *p, table *t, const void *keys, const void 
     }
 }
 
-/* The table's tokens that query `j` of a sequence sees: from .first to before .end; none if the query is padding. */
+/* The table's tokens that a query sees: from .first to before .end; none if the query is padding. */
 typedef struct {
     int64_t first, end;
 } view;
 
-static view seen(const packed *p, const table *t, const int64_t *sequence, int64_t j) {
-    if (j >= sequence[1] * p->group) return (view){0, 0};
-    const int64_t end = sequence[3] + j / p->group + 1, first = p->window ? later(0, end - p->window) : 0;
+/* Of the token `token` of a sequence. */
+static view seen(const packed *p, const table *t, const int64_t *sequence, int64_t token) {
+    const int64_t end = sequence[3] + token + 1, first = p->window ? later(0, end - p->window) : 0;
     return (view){later(0, sooner(first, t->end) - t->first), later(0, sooner(end, t->end) - t->first)};
 }
 
-/* The index of query `j` of a sequence in [T, A]. */
-static int64_t index_of(const packed *p, const int64_t *sequence, int64_t head, int64_t j) {
-    return ((sequence[0] + j / p->group) * p->kv_heads + head) * p->group + j % p->group;
+/* Queries that are processed together: how many, and for each its token in the sequence and its index in [T, A]. */
+typedef struct {
+    int64_t count, token[QUERIES], at[QUERIES];
+} query_tile;
+
+/* From query `j` of a sequence on. */
+static query_tile query_tile_of(const packed *p, const int64_t *sequence, int64_t head, int64_t j) {
+    query_tile of = {.count = sooner(QUERIES, sequence[1] * p->group - j)};
+    int64_t token = j / p->group, part = j % p->group;
+    for (int64_t i = 0; i < of.count; i++) {
+        of.token[i] = token, of.at[i] = ((sequence[0] + token) * p->kv_heads + head) * p->group + part;
+        if (++part == p->group) part = 0, token++;
+    }
+    return of;
 }
 
 INLINE ivec within(view v, int64_t t) {
@@ -104,32 +115,30 @@ INLINE ivec within(view v, int64_t t) {
     return (position >= (int32_t)v.first) & (position < (int32_t)v.end);
 }
 
-/* Load QUERIES rows of [T, A, D], zeros beyond the last query. */
-static void load_tile(const packed *p, const void *from, const int half, const int64_t *sequence, int64_t head, int64_t j,
-                      float *to) {
-    for (int64_t i = 0; i < QUERIES; i++) {
-        float *row = to + i * p->padded;
-        if (j + i >= sequence[1] * p->group) {
-            memset(row, 0, (size_t)p->padded * sizeof *row);
-            continue;
-        }
-        for (int64_t d = p->width; d < p->padded; d++) row[d] = 0;
-        const int64_t at = index_of(p, sequence, head, j + i) * p->width;
-        if (!half) memcpy(row, (const float *)from + at, (size_t)p->width * sizeof *row);
-        else
-            for (int64_t d = 0; d < p->width; d++) row[d] = load1(from, at + d, 1);
-    }
+static view seen_by(const packed *p, const table *t, const int64_t *sequence, const query_tile *of, int64_t i) {
+    return i < of->count ? seen(p, t, sequence, of->token[i]) : (view){0, 0};
+}
+
+INLINE void copy_row(const void *from, int64_t at, const int half, int64_t width, void *to, int64_t to_at,
+                     const int to_half) {
+    int64_t d = 0;
+    for (; d + LANES <= width; d += LANES) store(to, to_at + d, load(from, at + d, half), to_half);
+    for (; d < width; d++) store1(to, to_at + d, load1(from, at + d, half), to_half);
+}
+
+/* Load a tile's rows of [T, A, D], zeros beyond the last query. */
+static void load_tile(const packed *p, const query_tile *of, const void *from, const int half, float *to) {
+    memset(to, 0, (size_t)(QUERIES * p->padded) * sizeof *to);
+    for (int64_t i = 0; i < of->count; i++)
+        if (half) copy_row(from, of->at[i] * p->width, 1, p->width, to, i * p->padded, 0);
+        else copy_row(from, of->at[i] * p->width, 0, p->width, to, i * p->padded, 0);
 }
 
 /* To an output or its like. */
-static void put_tile(const packed *p, const float *from, const int64_t *sequence, int64_t head, int64_t j, void *to) {
-    for (int64_t i = 0; i < QUERIES && j + i < sequence[1] * p->group; i++) {
-        const int64_t at = index_of(p, sequence, head, j + i) * p->width;
-        const float *row = from + i * p->padded;
-        if (!p->out_half) memcpy((float *)to + at, row, (size_t)p->width * sizeof *row);
-        else
-            for (int64_t d = 0; d < p->width; d++) store1(to, at + d, row[d], 1);
-    }
+static void put_tile(const packed *p, const query_tile *of, const float *from, void *to) {
+    for (int64_t i = 0; i < of->count; i++)
+        if (p->out_half) copy_row(from, i * p->padded, 0, p->width, to, of->at[i] * p->width, 1);
+        else copy_row(from, i * p->padded, 0, p->width, to, of->at[i] * p->width, 0);
 }
 
 /* Whether a tile has a query whose output is needed. */
@@ -142,12 +151,16 @@ static int needed(const packed *p, const int64_t *sequence, int64_t j) {
 static void put_own(const packed *p, table *t, int64_t first, int64_t count, int64_t head, int64_t position) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t to = ((first + i) * p->kv_heads + head) * p->width, from = (position + i) * p->padded;
-        for (int64_t d = 0; d < p->width; d++) {
-            store1(p->grad_k, to + d, t->grad_keys[from + d], (int)p->half);
-            store1(p->grad_v, to + d, t->grad_values[from + d], (int)p->half);
-            t->grad_keys[from + d] = t->grad_values[from + d] = 0;
+        if (p->half) {
+            copy_row(t->grad_keys, from, 0, p->width, p->grad_k, to, 1);
+            copy_row(t->grad_values, from, 0, p->width, p->grad_v, to, 1);
+        } else {
+            copy_row(t->grad_keys, from, 0, p->width, p->grad_k, to, 0);
+            copy_row(t->grad_values, from, 0, p->width, p->grad_v, to, 0);
         }
     }
+    const size_t size = (size_t)(count * p->padded) * sizeof *t->grad_keys;
+    memset(t->grad_keys + position * p->padded, 0, size), memset(t->grad_values + position * p->padded, 0, size);
 }
 
 /* Add the gradients of the table's first `count` tokens to those of a prefix from its token `first` on; they are free
@@ -155,20 +168,20 @@ static void put_own(const packed *p, table *t, int64_t first, int64_t count, int
 static void put_prefix(const packed *p, table *t, int64_t first, int64_t count, int64_t head, int64_t slot) {
     for (int64_t i = 0; i < count; i++) {
         const int64_t to = ((slot * p->prefix_tokens + first + i) * p->kv_heads + head) * p->width, from = i * p->padded;
-        for (int64_t d = 0; d < p->width; d++) {
+        for (int64_t d = 0; d < p->width; d++)
             p->grad_prefix_k[to + d] += t->grad_keys[from + d], p->grad_prefix_v[to + d] += t->grad_values[from + d];
-            t->grad_keys[from + d] = t->grad_values[from + d] = 0;
-        }
     }
+    const size_t size = (size_t)(count * p->padded) * sizeof *t->grad_keys;
+    memset(t->grad_keys, 0, size), memset(t->grad_values, 0, size);
 }
 
 /* What blocks are joined with first. */
 static void clear(const packed *p, const int64_t *sequence, int64_t head) {
-    for (int64_t j = 0; j < sequence[1] * p->group; j++) {
-        const int64_t at = index_of(p, sequence, head, j);
+    for (int64_t token = 0; token < sequence[1]; token++) {
+        const int64_t at = ((sequence[0] + token) * p->kv_heads + head) * p->group;
         float *to = (float *)(p->grad_out ? p->grad_q : p->out) + at * p->width;
-        memset(to, 0, (size_t)p->width * sizeof *to);
-        if (!p->grad_out) p->lse[at] = -INFINITY;
+        memset(to, 0, (size_t)(p->group * p->width) * sizeof *to);
+        for (int64_t i = 0; i < p->group && !p->grad_out; i++) p->lse[at + i] = -INFINITY;
     }
 }
 
@@ -191,17 +204,15 @@ static void join(const packed *p, int64_t at, float top, float total, float *out
 }
 
 /* Store the outputs of a tile's queries, whose weights have the sums `sums` beside `tops`. */
-static void put_forward(const packed *p, table *t, const int64_t *sequence, int64_t head, int64_t j, const float *tops,
-                        const float *sums) {
-    for (int64_t i = 0; i < QUERIES && j + i < sequence[1] * p->group; i++) {
-        const int64_t at = index_of(p, sequence, head, j + i);
+static void put_forward(const packed *p, table *t, const query_tile *of, const float *tops, const float *sums) {
+    for (int64_t i = 0; i < of->count; i++) {
         float *out = t->out + i * p->padded;
         if (t->joins) {
-            join(p, at, tops[i], sums[i], out);
+            join(p, of->at[i], tops[i], sums[i], out);
             continue;
         }
-        p->lse[at] = tops[i] + logf(sums[i]);
-        for (int64_t d = 0; d < p->width; d++) out[d] /= sums[i];
+        p->lse[of->at[i]] = tops[i] + logf(sums[i]);
+        for (int64_t d = 0; d < p->padded; d += LANES) store(out, d, load(out, d, 0) / sums[i], 0);
     }
-    put_tile(p, t->out, sequence, head, j, p->out);
+    put_tile(p, of, t->out, p->out);
 }
