@@ -30,6 +30,11 @@ INLINE uvec row_words(const void *from, int64_t at, int64_t d, int64_t width, co
     return (uvec)_mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps((__mmask16)(some >> LANES), row + LANES), low);
 }
 
+/* Begin to load the line of a number, which is used soon. It need not exist. */
+INLINE void expect(const void *from, int64_t index, int64_t half) {
+    __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)(index * (half ? 2 : 4))));
+}
+
 /* The product of two rows. */
 INLINE float row_product(const void *a, const int a_half, const void *b, const int b_half, int64_t at, int64_t width) {
     vec total = {0};
@@ -87,8 +92,9 @@ INLINE void lay_words_of(const packed *p, table *t, const void *keys, const void
         for (int64_t d = 0; d < padded; d += 2 * LANES) {
             uvec k[LANES] = {{0}}, v[LANES] = {{0}};
             for (int64_t i = begin; i < end; i++) {
-                k[i] = row_words(keys, from + i * step, d, p->width, half);
-                v[i] = row_words(values, from + i * step, d, p->width, half);
+                const int64_t row = from + i * step, next = row + LANES * step;
+                k[i] = row_words(keys, row, d, p->width, half), expect(keys, next + d, half);
+                v[i] = row_words(values, row, d, p->width, half), expect(values, next + d, half);
             }
             put_columns(k, (padded - d) / 2, KEYS, some, t->key_blocks + to + d / 2 * KEYS);
             if (t->value_blocks) put_columns(v, (padded - d) / 2, KEYS, some, t->value_blocks + to + d / 2 * KEYS);
@@ -114,6 +120,13 @@ static void load_words(const packed *p, const query_tile *queries, const void *f
             put_columns(x, (padded - d) / 2, QUERIES, 0xffff, words + d / 2 * QUERIES + i);
             if (pairs) put_pairs(x, 0, LANES, padded - d, padded, pairs + i / 2 * padded + d);
         }
+}
+
+/* The same of the rows of a tile, or of those `ahead` of them. Most times the next tile's are QUERIES kv_heads ahead. */
+INLINE void expect_tile(const packed *p, const query_tile *queries, const void *from, int64_t ahead, int64_t half) {
+    for (int64_t i = 0; i < queries->count; i++)
+        for (int64_t d = 0; d < p->width; d += half ? 32 : 16)
+            expect(from, (queries->at[i] + ahead) * p->width + d, half);
 }
 
 /* Scores of 8 queries and `deep` vectors of keys of a block. */
@@ -193,6 +206,8 @@ static void forward_pairs(const packed *p, table *t, const int64_t *sequence, in
     for (int64_t i = 0; i < QUERIES; i++)
         queries[i] = (query){seen_by(p, t, sequence, &of, i), -INFINITY, 0}, totals[i] = (vec){0};
     load_words(p, &of, p->q, t->q_words, NULL);
+    expect_tile(p, &of, p->q, QUERIES * p->kv_heads, 1);
+    expect_tile(p, &of, p->out, 0, p->out_half);
     memset(t->out, 0, (size_t)(QUERIES * p->padded) * sizeof *t->out);
     for (int64_t from = first / STRIP * STRIP; from < end; from += STRIP) {
         const int64_t count = sooner(STRIP, end - from), at = from * (p->padded / 2);
@@ -236,6 +251,8 @@ static void backward_pairs(const packed *p, table *t, const int64_t *sequence, i
     const int64_t first = seen(p, t, sequence, of.token[0]).first, end = seen(p, t, sequence, of.token[of.count - 1]).end;
     load_words(p, &of, p->q, t->q_words, t->q_pairs);
     load_words(p, &of, p->grad_out, t->grad_words, t->grad_pairs);
+    expect_tile(p, &of, p->q, QUERIES * p->kv_heads, 1), expect_tile(p, &of, p->grad_out, QUERIES * p->kv_heads, 1);
+    expect_tile(p, &of, p->out, QUERIES * p->kv_heads, p->out_half), expect_tile(p, &of, p->grad_q, 0, p->out_half);
     query queries[QUERIES] = {{{0, 0}, 0, 0}};
     for (int64_t i = 0; i < of.count; i++) {
         const int64_t at = of.at[i] * p->width;
