@@ -172,24 +172,35 @@ INLINE void mix_words(const table *t, const float *weights, const int64_t stride
         else mix_tile(8, 1, weights + i * stride, stride, rows, &t->of, from, end, out + i * padded, PAIRS);
 }
 
+/* Which of LANES tokens from `t` on are seen. */
+INLINE __mmask16 lanes_of(view v, int64_t t) {
+    const int64_t first = sooner(later(v.first - t, 0), LANES), end = sooner(later(v.end - t, 0), LANES);
+    return (__mmask16)((1u << end) - (1u << first));
+}
+
 /* From a query's scores for `count` tokens from `from` on to words of its weights, whose sums are added to `total`. What
  * was found with a smaller `top` is scaled down. */
 INLINE void weigh_forward(const packed *p, float *row, int64_t from, int64_t count, query *q, vec *total, float *out) {
     const int masked = q->seen.first > from || q->seen.end < from + up(count) * LANES;
-    vec x[STRIP / LANES], highest_yet = all(q->top + SLACK);
-    ivec above = {0};
+    const vec highest_yet = all(q->top + SLACK);
+    vec x[STRIP / LANES];
+    __mmask16 above = 0;
     for (int64_t b = 0; b < up(count); b++) {
         x[b] = load(row, b * LANES, 0) * (p->scaling * LOG2E);
-        if (masked) x[b] = pick(within(q->seen, from + b * LANES), x[b], all(-INFINITY));
-        above |= x[b] > highest_yet;
+        if (masked)
+            x[b] = (vec)_mm512_mask_mov_ps((__m512)all(-INFINITY), lanes_of(q->seen, from + b * LANES), (__m512)x[b]);
+        above |= _mm512_cmp_ps_mask((__m512)x[b], (__m512)highest_yet, _CMP_GT_OQ);
     }
-    if (_mm512_test_epi32_mask((__m512i)above, (__m512i)above)) {
-        vec top = x[0];
-        for (int64_t b = 1; b < up(count); b++) top = pick(x[b] > top, x[b], top);
-        const float new = fmaxf(q->top, _mm512_reduce_max_ps((__m512)top));
-        const vec keep = power_of_two(all(q->top - new));
-        *total *= keep, q->top = new;
-        for (int64_t d = 0; d < p->padded; d += LANES) store(out, d, load(out, d, 0) * keep, 0);
+    if (above) {
+        __m512 top = (__m512)x[0];
+        for (int64_t b = 1; b < up(count); b++) top = _mm512_max_ps((__m512)x[b], top);
+        const float before = q->top;
+        q->top = fmaxf(before, _mm512_reduce_max_ps(top));
+        if (before != -INFINITY) {
+            const vec keep = power_of_two(all(before - q->top));
+            *total *= keep;
+            for (int64_t d = 0; d < p->padded; d += LANES) store(out, d, load(out, d, 0) * keep, 0);
+        }
     }
     for (int64_t b = 0; b < up(count); b++) {
         const vec e = power_of_two(x[b] - q->top);
@@ -235,8 +246,9 @@ INLINE void weigh_backward(const packed *p, table *t, int64_t i, int64_t from, i
             e[n] = power_of_two(load(weights, k, 0) * (p->scaling * LOG2E) - q[n].top);
             slope[n] = e[n] * (load(slopes, k, 0) - q[n].delta) * p->scaling;
             if (q[n].seen.first > from + k || q[n].seen.end < from + k + LANES) {
-                const ivec inside = within(q[n].seen, from + k);
-                e[n] = pick(inside, e[n], (vec){0}), slope[n] = pick(inside, slope[n], (vec){0});
+                const __mmask16 inside = lanes_of(q[n].seen, from + k);
+                e[n] = (vec)_mm512_maskz_mov_ps(inside, (__m512)e[n]);
+                slope[n] = (vec)_mm512_maskz_mov_ps(inside, (__m512)slope[n]);
             }
         }
         store(t->weight_pairs, i / 2 * KEYS + k, pair(e[0], e[1]), 0);
