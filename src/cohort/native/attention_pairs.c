@@ -178,14 +178,15 @@ INLINE __mmask16 lanes_of(view v, int64_t t) {
     return (__mmask16)((1u << end) - (1u << first));
 }
 
-/* From a query's scores for `count` tokens from `from` on to words of its weights, whose sums are added to `total`. What
+/* From a query's scores for vectors of tokens from `from` on to words of its weights, whose sums are added to `total`. What
  * was found with a smaller `top` is scaled down. */
-INLINE void weigh_forward(const packed *p, float *row, int64_t from, int64_t count, query *q, vec *total, float *out) {
-    const int masked = q->seen.first > from || q->seen.end < from + up(count) * LANES;
+INLINE void weigh_vectors(const packed *p, float *row, int64_t from, const int vectors, query *q, vec *total,
+                          float *out) {
+    const int masked = q->seen.first > from || q->seen.end < from + vectors * LANES;
     const vec highest_yet = all(q->top + SLACK);
     vec x[STRIP / LANES];
     __mmask16 above = 0;
-    for (int64_t b = 0; b < up(count); b++) {
+    UNROLL for (int b = 0; b < vectors; b++) {
         x[b] = load(row, b * LANES, 0) * (p->scaling * LOG2E);
         if (masked)
             x[b] = (vec)_mm512_mask_mov_ps((__m512)all(-INFINITY), lanes_of(q->seen, from + b * LANES), (__m512)x[b]);
@@ -193,7 +194,7 @@ INLINE void weigh_forward(const packed *p, float *row, int64_t from, int64_t cou
     }
     if (above) {
         __m512 top = (__m512)x[0];
-        for (int64_t b = 1; b < up(count); b++) top = _mm512_max_ps((__m512)x[b], top);
+        UNROLL for (int b = 1; b < vectors; b++) top = _mm512_max_ps((__m512)x[b], top);
         const float before = q->top;
         q->top = fmaxf(before, _mm512_reduce_max_ps(top));
         if (before != -INFINITY) {
@@ -202,10 +203,21 @@ INLINE void weigh_forward(const packed *p, float *row, int64_t from, int64_t cou
             for (int64_t d = 0; d < p->padded; d += LANES) store(out, d, load(out, d, 0) * keep, 0);
         }
     }
-    for (int64_t b = 0; b < up(count); b++) {
+    UNROLL for (int b = 0; b < vectors; b++) {
         const vec e = power_of_two(x[b] - q->top);
         store(row, b * LANES, e, 1);
         *total += e;
+    }
+}
+
+static void weigh_forward(const packed *p, float *row, int64_t from, int64_t count, query *q, vec *total, float *out) {
+    switch (up(count)) { /* so that they stay in registers */
+        case 1: return weigh_vectors(p, row, from, 1, q, total, out);
+        case 2: return weigh_vectors(p, row, from, 2, q, total, out);
+        case 3: return weigh_vectors(p, row, from, 3, q, total, out);
+        case 4: return weigh_vectors(p, row, from, 4, q, total, out);
+        case 5: return weigh_vectors(p, row, from, 5, q, total, out);
+        default: return weigh_vectors(p, row, from, STRIP / LANES, q, total, out);
     }
 }
 
