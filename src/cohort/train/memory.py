@@ -23,7 +23,7 @@ from cohort.rollout.budget import free_bytes
 MOST_TOKENS = {"cpu": 2048, "cuda": 16384}
 """More tokens in a pass save little time and need memory in proportion."""
 LARGE_TOKENS, LARGE_BYTES = 1024, 2**28
-"""A pass of more tokens than the first must need at most so many bytes: it saves time (5 to 10%) in small models only."""
+"""A pass of more tokens than the first must need at most so many bytes: it saves 5 to 9% of a small model's time."""
 FEWEST_TOKENS = 256
 PROBED_TOKENS = (64, 192)
 PROBED_PIECE, PROBED_PIECES = 64, (4, 8)
