@@ -20,8 +20,10 @@ from cohort.policy.device import kind_of, out_of_memory, release_memory
 from cohort.policy.pieces import can_cut, memory_of_token
 from cohort.rollout.budget import free_bytes
 
-MOST_TOKENS = {"cpu": 1024, "cuda": 16384}
+MOST_TOKENS = {"cpu": 2048, "cuda": 16384}
 """More tokens in a pass save little time and need memory in proportion."""
+LARGE_TOKENS, LARGE_BYTES = 1024, 2**28
+"""A pass of more tokens than the first must need at most so many bytes: it saves 5 to 9% of a small model's time."""
 FEWEST_TOKENS = 256
 PROBED_TOKENS = (64, 192)
 PROBED_PIECE, PROBED_PIECES = 64, (4, 8)
@@ -121,6 +123,8 @@ def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, lon
     few, many = (peak_bytes(policy, size, size, forward_only=True) for size in (small, large))
     per_token = max(1.0, (many - few) / (large - small))
     most = MOST_TOKENS.get(kind_of(policy.device), FEWEST_TOKENS)
+    if kind_of(policy.device) == "cpu":
+        most = min(most, max(LARGE_TOKENS, int(LARGE_BYTES / per_token)))
     cut = can_cut(policy.passes)
     whole = min(longest_completion, max(given or most, FEWEST_TOKENS)) if cut else longest_completion
     longest = peak_bytes(policy, longest_prompt, whole)
