@@ -112,7 +112,7 @@ static void lay_words(const packed *p, table *t, const void *keys, const void *v
 /* Words of two dimensions and, unless NULL, of two queries, of a tile's rows of [T, A, D]; zeros beyond the last query. */
 static void load_words(const packed *p, const query_tile *queries, const void *from, float *words, float *pairs) {
     const int64_t padded = p->padded;
-    for (int64_t i = 0; i < QUERIES; i += LANES)
+    for (int64_t i = 0; i < queries->count; i += LANES)
         for (int64_t d = 0; d < padded; d += 2 * LANES) {
             uvec x[LANES] = {{0}};
             for (int64_t n = 0; n < LANES && i + n < queries->count; n++)
@@ -146,30 +146,31 @@ INLINE void score_words(const int deep, const float *q, const float *keys, int64
         store(scores, i / deep * stride + i % deep * LANES, total[i], 0);
 }
 
-/* Scores of all queries and `count` keys of the blocks. */
+/* Scores of 8 queries and `count` keys of the blocks. */
 INLINE void score_strip(const table *t, const float *q, const float *blocks, int64_t count, float *scores,
                         const int64_t stride) {
     const int64_t words = (t->of.width + 1) / 2;
     for (int64_t from = 0; from < count; from += KEYS) {
         const float *keys = blocks + from * (t->of.padded / 2);
         const int64_t vectors = up(count - from);
-        for (int64_t i = 0; i < QUERIES; i += 8) {
-            float *found = scores + i * stride + from;
-            if (vectors >= 3) score_words(3, q + i, keys, words, found, stride);
-            else if (vectors == 2) score_words(2, q + i, keys, words, found, stride);
-            else score_words(1, q + i, keys, words, found, stride);
-        }
+        if (vectors >= 3) score_words(3, q, keys, words, scores + from, stride);
+        else if (vectors == 2) score_words(2, q, keys, words, scores + from, stride);
+        else score_words(1, q, keys, words, scores + from, stride);
     }
 }
 
-/* out += weights rows of all queries, for the words of tokens from `from` to `end`. */
+/* out += weights rows of 8 queries, for the words of tokens from `from` to `end`. */
 INLINE void mix_words(const table *t, const float *weights, const int64_t stride, const float *rows, int64_t from,
                       int64_t end, float *out) {
-    const int64_t padded = t->of.padded;
-    for (int64_t i = 0; i < QUERIES; i += 8)
-        if (padded / LANES % 2 == 0)
-            mix_tile(8, 2, weights + i * stride, stride, rows, &t->of, from, end, out + i * padded, PAIRS);
-        else mix_tile(8, 1, weights + i * stride, stride, rows, &t->of, from, end, out + i * padded, PAIRS);
+    if (t->of.padded / LANES % 2 == 0) mix_tile(8, 2, weights, stride, rows, &t->of, from, end, out, PAIRS);
+    else mix_tile(8, 1, weights, stride, rows, &t->of, from, end, out, PAIRS);
+}
+
+/* What 8 queries of a tile, from its query `i` on, see of the `count` tokens from `from` on: numbers of those. */
+INLINE view eight_see(const query *queries, const query_tile *of, int64_t i, int64_t from, int64_t count) {
+    const int64_t first = later(queries[i].seen.first - from, 0);
+    const int64_t end = sooner(queries[sooner(i + 8, of->count) - 1].seen.end - from, count);
+    return (view){first, first < end ? end : 0};
 }
 
 /* Which of LANES tokens from `t` on are seen. */
@@ -234,24 +235,33 @@ static void forward_pairs(const packed *p, table *t, const int64_t *sequence, in
     memset(t->out, 0, (size_t)(QUERIES * p->padded) * sizeof *t->out);
     for (int64_t from = first / STRIP * STRIP; from < end; from += STRIP) {
         const int64_t count = sooner(STRIP, end - from), at = from * (p->padded / 2);
-        score_strip(t, t->q_words, t->key_blocks + at, count, t->weights, STRIP);
-        for (int64_t i = 0; i < QUERIES; i++) {
-            float *row = t->weights + i * STRIP;
-            if (sooner(queries[i].seen.end, from + count) <= later(queries[i].seen.first, from))
-                memset(row, 0, STRIP / 2 * sizeof *row);
-            else weigh_forward(p, row, from, count, queries + i, totals + i, t->out + i * p->padded);
+        for (int64_t n = 0; n < of.count; n += 8) {
+            const view some = eight_see(queries, &of, n, from, count);
+            if (!some.end) continue;
+            score_strip(t, t->q_words + n, t->key_blocks + at, some.end, t->weights, STRIP);
+            for (int64_t i = n; i < n + 8; i++) {
+                float *row = t->weights + (i - n) * STRIP;
+                if (sooner(queries[i].seen.end, from + count) <= later(queries[i].seen.first, from))
+                    memset(row, 0, STRIP / 2 * sizeof *row);
+                else weigh_forward(p, row, from, some.end, queries + i, totals + i, t->out + i * p->padded);
+            }
+            mix_words(t, t->weights, STRIP, t->rows + at, some.first / 2, (some.end + 1) / 2, t->out + n * p->padded);
         }
-        mix_words(t, t->weights, STRIP, t->rows + at, later(0, first - from) / 2, (count + 1) / 2, t->out);
     }
     float tops[QUERIES], sums[QUERIES];
-    for (int64_t i = 0; i < QUERIES; i++) tops[i] = queries[i].top / LOG2E, sums[i] = _mm512_reduce_add_ps((__m512)totals[i]);
+    for (int64_t i = 0; i < of.count; i++)
+        tops[i] = queries[i].top / LOG2E, sums[i] = _mm512_reduce_add_ps((__m512)totals[i]);
     put_forward(p, t, &of, tops, sums);
 }
 
-/* From the scores of two queries for `count` tokens from `from` on, and the products of values with their gradients, to
- * words: of weights and slopes of both, and of each one's slopes, which replace the products. */
-INLINE void weigh_backward(const packed *p, table *t, int64_t i, int64_t from, int64_t count, const query *q) {
-    for (int64_t k = 0; k < up(count) * LANES; k += LANES) {
+/* From the scores of two queries for `some` tokens from `from` on, and the products of values with their gradients, to
+ * words: of weights and slopes of both, and of each one's slopes, which replace the products. Both weights and slopes of
+ * the tokens after them are 0, up to `count`. */
+INLINE void weigh_backward(const packed *p, table *t, int64_t i, int64_t from, int64_t some, int64_t count,
+                           const query *q) {
+    for (int64_t k = up(some) * LANES; k < count; k += LANES)
+        store(t->weight_pairs, i / 2 * KEYS + k, (vec){0}, 0), store(t->slope_pairs, i / 2 * KEYS + k, (vec){0}, 0);
+    for (int64_t k = 0; k < up(some) * LANES; k += LANES) {
         vec e[2], slope[2];
         UNROLL for (int n = 0; n < 2; n++) {
             const float *weights = t->weights + (i + n) * KEYS, *slopes = t->slopes + (i + n) * KEYS;
@@ -288,12 +298,17 @@ static void backward_pairs(const packed *p, table *t, const int64_t *sequence, i
     else memset(t->out, 0, (size_t)(QUERIES * padded) * sizeof *t->out);
     for (int64_t from = first / KEYS * KEYS; from < end; from += KEYS) {
         const int64_t count = sooner(KEYS, end - from), begin = later(0, first - from), at = from * (padded / 2);
-        score_strip(t, t->q_words, t->key_blocks + at, count, t->weights, KEYS);
-        score_strip(t, t->grad_words, t->value_blocks + at, count, t->slopes, KEYS);
-        for (int64_t i = 0; i < QUERIES; i += 2) weigh_backward(p, t, i, from, count, queries + i);
-        mix_words(t, t->slopes, KEYS, t->rows + at, begin / 2, (count + 1) / 2, t->out);
-        fold(t->weight_pairs, KEYS, t->grad_pairs, padded, QUERIES / 2, begin, count, t->grad_values + from * padded, PAIRS);
-        fold(t->slope_pairs, KEYS, t->q_pairs, padded, QUERIES / 2, begin, count, t->grad_keys + from * padded, PAIRS);
+        for (int64_t n = 0; n < of.count; n += 8) {
+            const view some = eight_see(queries, &of, n, from, count);
+            float *weights = t->weights + n * KEYS, *slopes = t->slopes + n * KEYS;
+            score_strip(t, t->q_words + n, t->key_blocks + at, some.end, weights, KEYS);
+            score_strip(t, t->grad_words + n, t->value_blocks + at, some.end, slopes, KEYS);
+            for (int64_t i = n; i < n + 8; i += 2) weigh_backward(p, t, i, from, some.end, count, queries + i);
+            if (some.end) mix_words(t, slopes, KEYS, t->rows + at, some.first / 2, (some.end + 1) / 2, t->out + n * padded);
+        }
+        const int64_t pairs = (of.count + 1) / 2;
+        fold(t->weight_pairs, KEYS, t->grad_pairs, padded, pairs, begin, count, t->grad_values + from * padded, PAIRS);
+        fold(t->slope_pairs, KEYS, t->q_pairs, padded, pairs, begin, count, t->grad_keys + from * padded, PAIRS);
     }
     put_tile(p, &of, t->out, p->grad_q);
 }
