@@ -30,9 +30,10 @@ INLINE uvec row_words(const void *from, int64_t at, int64_t d, int64_t width, co
     return (uvec)_mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps((__mmask16)(some >> LANES), row + LANES), low);
 }
 
-/* Begin to load the line of a number, which is used soon. It need not exist. */
+/* Begin to load the line of a number, which is used soon; it need not exist. Into the second cache: a head's rows are
+ * some powers of two apart, of which the nearest has room for few. */
 INLINE void expect(const void *from, int64_t index, int64_t half) {
-    __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)(index * (half ? 2 : 4))));
+    __builtin_prefetch((const void *)((uintptr_t)from + (uintptr_t)(index * (half ? 2 : 4))), 0, 2);
 }
 
 /* The product of two rows. */
