@@ -6,6 +6,7 @@ import ctypes
 import functools
 import re
 import threading
+from collections.abc import Collection
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
@@ -57,8 +58,9 @@ def room(numbers: int) -> Tensor:
     return held
 
 
-def call(name: str, **values: Tensor | float | None) -> None:
-    """Call the function ``cohort_NAME``, which takes one structure. Fields that are not given are NULL or 0.
+def call(name: str, apart: Collection[str] = (), /, **values: Tensor | float | None) -> None:
+    """Call the function ``cohort_NAME``, which takes one structure. Fields that are not given are NULL or 0. Rows of
+    the tensors named in ``apart`` may lie apart: the function takes their stride.
 
     ``half`` and ``..._half`` are filled in: whether the first tensor given, or the first whose name begins so, is in
     bfloat16. ``threads`` are those for the first tensor, unless given.
@@ -68,7 +70,8 @@ def call(name: str, **values: Tensor | float | None) -> None:
     """
     kind, function = _kernel(name)
     tensors = {field: value for field, value in values.items() if isinstance(value, Tensor)}
-    given = {**values, **{field: data_pointer(value) for field, value in tensors.items()}}
+    pointers = {field: data_pointer(value[:1] if field in apart else value) for field, value in tensors.items()}
+    given = {**values, **pointers}
     given.setdefault("threads", threads_for(next(iter(tensors.values())).numel()))
     for field, *_ in kind._fields_:
         if field.endswith("half"):

@@ -102,7 +102,7 @@ typedef struct {
     const void *x;
     const float *cos, *sin; /* [T, rotated]; the second half is for the second numbers */
     void *out;
-    int64_t rows, heads, width, rotated, neighbours, x_half, out_half, transposed, threads;
+    int64_t rows, heads, width, stride, rotated, neighbours, x_half, out_half, transposed, threads; /* stride: of rows of x */
 } rotation;
 
 static void rotate_row(void *what, int64_t row, int thread) {
@@ -115,23 +115,23 @@ static void rotate_row(void *what, int64_t row, int thread) {
     const float sign = r->transposed ? -1.0f : 1.0f;
     (void)thread;
     for (int64_t head = 0; head < r->heads; head++) {
-        const int64_t at = (row * r->heads + head) * width;
+        const int64_t at = (row * r->heads + head) * width, from = row * r->stride + head * width;
         int64_t i = 0;
         if (!r->neighbours)
             for (; i + LANES <= middle; i += LANES) {
-                const vec first = load(r->x, at + i, x_half), second = load(r->x, at + middle + i, x_half);
+                const vec first = load(r->x, from + i, x_half), second = load(r->x, from + middle + i, x_half);
                 store(r->out, at + i, first * load(cos, i, 0) - second * load(in_first, i, 0) * sign, out_half);
                 store(r->out, at + middle + i,
                       second * load(cos, middle + i, 0) + first * load(in_second, i, 0) * sign, out_half);
             }
         const int64_t step = r->neighbours ? 2 : 1, apart = r->neighbours ? 1 : middle;
         for (; i < middle; i++) {
-            const int64_t one = at + i * step, other = one + apart;
-            const float first = load1(r->x, one, x_half), second = load1(r->x, other, x_half);
-            store1(r->out, one, first * cos[i] - second * in_first[i] * sign, out_half);
-            store1(r->out, other, second * cos[middle + i] + first * in_second[i] * sign, out_half);
+            const int64_t one = i * step, other = one + apart;
+            const float first = load1(r->x, from + one, x_half), second = load1(r->x, from + other, x_half);
+            store1(r->out, at + one, first * cos[i] - second * in_first[i] * sign, out_half);
+            store1(r->out, at + other, second * cos[middle + i] + first * in_second[i] * sign, out_half);
         }
-        for (i = r->rotated; i < width; i++) store1(r->out, at + i, load1(r->x, at + i, x_half), out_half);
+        for (i = r->rotated; i < width; i++) store1(r->out, at + i, load1(r->x, from + i, x_half), out_half);
     }
 }
 
@@ -140,12 +140,10 @@ void cohort_rotate(rotation *r) { run(rotate_row, r, r->rows, (int)r->threads); 
 /* ---- the MLP's activation: out = act(gate) up, with act(x) = x sigmoid(t(x)); SiLU: t = x; GELU's tanh form: a cubic */
 
 typedef struct {
-    const void *gate, *up, *grad_out; /* grad_out NULL: forward */
+    const void *gate, *up, *grad_out; /* [rows, width]; grad_out NULL: forward */
     void *out, *grad_gate, *grad_up;
-    int64_t count, half, gelu, threads;
+    int64_t rows, width, stride, half, gelu, threads; /* stride: of rows of gate and up, and of their gradients */
 } activation;
-
-#define STRETCH 4096 /* numbers that a thread works on at a time */
 
 /* `count` numbers from `i` on, at most LANES. */
 INLINE vec some(const void *from, int64_t i, int64_t count, const int half) {
@@ -161,8 +159,9 @@ INLINE void put_some(void *to, int64_t i, int64_t count, vec x, const int half) 
         for (int64_t lane = 0; lane < count; lane++) store1(to, i + lane, x[lane], half);
 }
 
-INLINE void activation_at(const activation *a, int64_t i, int64_t count, const int half, const int gelu) {
-    const vec x = some(a->gate, i, count, half), up = some(a->up, i, count, half);
+/* `count` numbers from `i` on, which are those from `at` on in rows that lie `stride` apart. */
+INLINE void activation_at(const activation *a, int64_t i, int64_t at, int64_t count, const int half, const int gelu) {
+    const vec x = some(a->gate, at, count, half), up = some(a->up, at, count, half);
     const vec s = 1.0f / (1.0f + exponential(-gate_slope(x, gelu)));
     if (!a->grad_out) {
         put_some(a->out, i, count, x * s * up, half);
@@ -172,25 +171,25 @@ INLINE void activation_at(const activation *a, int64_t i, int64_t count, const i
     const vec steep = gelu ? GELU_SLOPE * (1.0f + 3.0f * GELU_CUBIC * x * x) : all(1.0f);
     /* Where s is 1 or 0, x may be infinite. */
     const vec rest = s * (1.0f - s), bend = pick(rest == 0.0f, (vec){0}, x * steep * rest);
-    put_some(a->grad_up, i, count, grad * x * s, half);
-    put_some(a->grad_gate, i, count, grad * up * (s + bend), half);
+    put_some(a->grad_up, at, count, grad * x * s, half);
+    put_some(a->grad_gate, at, count, grad * up * (s + bend), half);
 }
 
-INLINE void activation_stretch(const activation *a, int64_t from, int64_t to, const int half, const int gelu) {
-    int64_t i = from;
-    for (; i + LANES <= to; i += LANES) activation_at(a, i, LANES, half, gelu);
-    if (i < to) activation_at(a, i, to - i, half, gelu);
+INLINE void gate_numbers(const activation *a, int64_t row, const int half, const int gelu) {
+    const int64_t width = a->width, first = row * width, from = row * a->stride;
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) activation_at(a, first + i, from + i, LANES, half, gelu);
+    if (i < width) activation_at(a, first + i, from + i, width - i, half, gelu);
 }
 
-static void activate_stretch(void *what, int64_t number, int thread) {
+static void gate_row(void *what, int64_t row, int thread) {
     const activation *a = what;
-    const int64_t from = number * STRETCH, to = sooner(from + STRETCH, a->count);
     (void)thread;
-    if (a->half) a->gelu ? activation_stretch(a, from, to, 1, 1) : activation_stretch(a, from, to, 1, 0);
-    else a->gelu ? activation_stretch(a, from, to, 0, 1) : activation_stretch(a, from, to, 0, 0);
+    if (a->half) a->gelu ? gate_numbers(a, row, 1, 1) : gate_numbers(a, row, 1, 0);
+    else a->gelu ? gate_numbers(a, row, 0, 1) : gate_numbers(a, row, 0, 0);
 }
 
-void cohort_gate(activation *a) { run(activate_stretch, a, (a->count + STRETCH - 1) / STRETCH, (int)a->threads); }
+void cohort_gate(activation *a) { run(gate_row, a, a->rows, (int)a->threads); }
 
 /* ---- gradients of passes: total += part */
 
@@ -199,6 +198,8 @@ typedef struct {
     const void *part;
     int64_t count, part_half, threads;
 } addition;
+
+#define STRETCH 4096 /* numbers that a thread adds at a time */
 
 static void add_stretch(void *what, int64_t number, int thread) {
     const addition *a = what;

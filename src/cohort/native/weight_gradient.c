@@ -20,7 +20,7 @@ typedef struct {
     const void *grad, *x; /* [tokens, outputs] and [tokens, inputs], in bfloat16 */
     float *total;         /* [outputs, inputs] */
     float *words;         /* room for MOST_OUTPUTS * pairs of tokens */
-    int64_t tokens, outputs, inputs, fresh, threads; /* fresh: `total` holds nothing yet */
+    int64_t tokens, outputs, stride, inputs, fresh, threads; /* stride: of tokens of grad; fresh: `total` holds nothing yet */
     int64_t start, count, blocks;                    /* filled in here: outputs whose words are held */
 } weight_gradient;
 
@@ -42,8 +42,8 @@ static void grad_words(void *what, int64_t panel, int thread) {
     float *to = p->words + output * pairs, words[PANEL_OUTPUTS];
     (void)thread;
     for (int64_t k = 0; k < pairs; k++) {
-        const uint16_t *first = (const uint16_t *)p->grad + 2 * k * p->outputs + p->start + output;
-        words_of(first, 2 * k + 1 < p->tokens ? first + p->outputs : 0, p->count - output, words);
+        const uint16_t *first = (const uint16_t *)p->grad + 2 * k * p->stride + p->start + output;
+        words_of(first, 2 * k + 1 < p->tokens ? first + p->stride : 0, p->count - output, words);
         for (int64_t tile = 0; tile < PANEL_OUTPUTS / FEW_ROWS; tile++)
             memcpy(to + (tile * pairs + k) * FEW_ROWS, words + tile * FEW_ROWS, FEW_ROWS * sizeof *words);
     }

@@ -6,6 +6,7 @@ Elsewhere, and in float64, torch's own operations compute the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -65,13 +66,21 @@ class Fused:
             return out
         return rotated(x_TAD.to(self.wide), cos_TR[:, None], sin_TR[:, None], neighbours=neighbours).to(self.narrow)
 
-    def gate(self, gate: Tensor, up: Tensor, *, gelu: bool, wide: bool = False) -> Tensor:
-        """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype, or in the wide one."""
-        dtype = self.wide if wide else self.narrow
-        gate, up = gate.to(dtype), up.to(dtype)  # adapters may return a wider dtype
+    def gate(self, *parts: Tensor, gelu: bool, wide: bool = False) -> Tensor:
+        """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype, or in the wide one.
+
+        Args:
+            parts: gate and up, or one tensor that holds them side by side.
+            gelu: which activation.
+            wide: see above.
+        """
+        parts = tuple(
+            part.to(self.wide if wide else self.narrow) for part in parts
+        )  # adapters may return a wider dtype
         if self.native:
-            out: Tensor = _Gate.apply(gate, up, gelu)  # type: ignore[no-untyped-call]
+            out: Tensor = _Gate.apply(gelu, *parts)  # type: ignore[no-untyped-call]
             return out
+        gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
         activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
         return activation(gate) * up
 
@@ -163,31 +172,46 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, dtype: torch.dtype, **flags: bool) -> Tensor:
-    (rows, heads, width), x_TAD, rotated = x_TAD.shape, x_TAD.contiguous(), cos_TR.shape[1]
+    (rows, heads, width), rotated = x_TAD.shape, cos_TR.shape[1]
+    x_TAD = x_TAD if x_TAD[:1].is_contiguous() else x_TAD.contiguous()  # tokens may lie apart
     require(cos_TR.dtype == sin_TR.dtype == torch.float32, "angles are float32")
     fits = rotated <= width and rotated % 2 == 0
     require(fits and cos_TR.shape == sin_TR.shape == (rows, rotated), "an angle for each rotated number")
-    out = torch.empty_like(x_TAD, dtype=dtype)
-    sizes = {"rows": rows, "heads": heads, "width": width, "rotated": rotated}
-    call("rotate", x=x_TAD, cos=cos_TR.contiguous(), sin=sin_TR.contiguous(), out=out, **sizes, **flags)
+    out = torch.empty(x_TAD.shape, dtype=dtype)
+    sizes = {"rows": rows, "heads": heads, "width": width, "stride": x_TAD.stride(0), "rotated": rotated}
+    call("rotate", ["x"], x=x_TAD, cos=cos_TR.contiguous(), sin=sin_TR.contiguous(), out=out, **sizes, **flags)
     return out
 
 
 class _Gate(torch.autograd.Function):
+    """``Fused.gate``. The gradient of gate and up side by side is one tensor, as the product before them takes it."""
+
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+    def forward(ctx: Any, gelu: bool, *parts: Tensor) -> Tensor:
+        parts = tuple(part.contiguous() for part in parts)
+        ctx.save_for_backward(*parts)
+        ctx.gelu = gelu
+        gate, up = _gate_and_up(parts)
         require(gate.dtype == up.dtype and gate.shape == up.shape, "gate and up of one shape and dtype")
-        ctx.save_for_backward(gate, up)
-        ctx.gelu, out = gelu, torch.empty_like(gate)
-        call("gate", gate=gate, up=up, out=out, count=gate.numel(), gelu=gelu)
+        out = torch.empty(*parts[0].shape[:-1], gate.shape[-1], dtype=gate.dtype)
+        _activate(gelu, out=out, gate=gate, up=up)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gate, up), grad = ctx.saved_tensors, grad.contiguous()
-        grads = torch.empty_like(gate), torch.empty_like(up)
-        given = {"gate": gate, "up": up, "grad_out": grad, "grad_gate": grads[0], "grad_up": grads[1]}
-        call("gate", count=gate.numel(), gelu=ctx.gelu, **given)
-        return *grads, None
+        parts = ctx.saved_tensors
+        grads = tuple(torch.empty_like(part) for part in parts)
+        (gate, up), (grad_gate, grad_up) = _gate_and_up(parts), _gate_and_up(grads)
+        _activate(ctx.gelu, grad_out=grad.contiguous(), gate=gate, up=up, grad_gate=grad_gate, grad_up=grad_up)
+        return None, *grads
+
+
+def _gate_and_up(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Both, ``[rows, width]`` each, of two tensors or of one that holds them side by side."""
+    return [part.flatten(0, -2) for part in parts] if len(parts) == 2 else parts[0].flatten(0, -2).chunk(2, dim=-1)
+
+
+def _activate(gelu: bool, **given: Tensor) -> None:
+    gate = given["gate"]
+    call("gate", given, **given, rows=len(gate), width=gate.shape[-1], stride=gate.stride(0), gelu=gelu)

@@ -146,7 +146,8 @@ class LeanLayers:
         def norms(q: Tensor, k: Tensor) -> Sequence[Tensor]:
             return [self._norm(part, norm) for part, norm in zip((q, k), layer.qk_norms or (), strict=True)]
 
-        q, k, v = layer.qkv(normed)
+        parts = layer.qkv.beside(normed)
+        q, k, v = parts if len(parts) == 3 else parts[0].split(layer.qkv.widths, dim=-1)
         q, gate = split_gate(q, anatomy.head_dim) if layer.gated else (q, None)
         if whole:
             q, k = norms(q, k)
@@ -163,8 +164,7 @@ class LeanLayers:
     def _mlp(self, mlp: Gated | Experts, normed: Tensor) -> Tensor:
         if isinstance(mlp, Experts):
             return mlp(normed)
-        gate, up = mlp.gate_up(normed)
-        return mlp.down(self.fused.gate(gate, up, gelu=self.anatomy.gelu))
+        return mlp.down(self.fused.gate(*mlp.gate_up.beside(normed), gelu=self.anatomy.gelu))
 
     def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
         """An update as it is added to the residual stream."""

@@ -8,7 +8,7 @@ without the copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from cohort.native import call, has_pairs, require, room
 
 PANEL, HELD = 32, 4096
 """Numbers of weight_gradient.c: outputs that are laid out together, and most of them whose words are held."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 PRODUCT = 2**23
 """Maximum size of a product in half precision that torch computes and that is added to a gradient."""
 
@@ -46,40 +47,61 @@ class _Narrow:
 
     def __init__(self, module: nn.Linear, dtype: torch.dtype) -> None:
         self.module, self.dtype = module, dtype
-        self.copy: Tensor | None = None
+        self.copies: dict[int, Tensor] = {}
+        """Of its weight, and of those of layers beside it below its own, by the number of layers."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.module.weight, self.module.bias
         if not torch.is_autocast_enabled("cpu"):
-            return functional.linear(x, weight, bias)
-        if self.copy is None:
-            self.copy = weight.detach().to(self.dtype)
+            return functional.linear(x, self.module.weight, self.module.bias)
+        return self.beside([self], x)
+
+    def beside(self, layers: Sequence[_Narrow], x: Tensor) -> Tensor:
+        """The outputs of layers side by side, of which it is the first; biases for all of them or none."""
+        weights, biases = [layer.module.weight for layer in layers], [layer.module.bias for layer in layers]
+        bias = biases[0] if len(layers) == 1 or biases[0] is None else torch.cat([*biases])
+        if len(layers) not in self.copies:
+            self.copies[len(layers)] = torch.cat([weight.detach().to(self.dtype) for weight in weights])
+        copy = self.copies[len(layers)]
         if not torch.is_grad_enabled():
-            return functional.linear(x, self.copy, bias)
-        out: Tensor = _Linear.apply(x.to(self.dtype), weight, bias, [self.copy])  # type: ignore[no-untyped-call]
+            return functional.linear(x, copy, bias)
+        out: Tensor = _Linear.apply(x.to(self.dtype), copy, bias, *weights)  # type: ignore[no-untyped-call]
         return out
 
 
+def outputs_beside(modules: Sequence[nn.Module], x: Tensor) -> Tensor | None:
+    """The outputs of linear layers side by side, by one product, inside ``narrow_linears`` and under autocast. None:
+    they must be called one by one, as one has hooks, is of another kind, or has no bias while another has."""
+    layers = [vars(module).get("forward") for module in modules]
+    plain = [layer for layer in layers if isinstance(layer, _Narrow)]
+    hooked = any(getattr(module, name) for module in modules for name in HOOKS)
+    alike = len({layer.module.bias is None for layer in plain}) == 1
+    if len(plain) < len(layers) or hooked or not alike or not torch.is_autocast_enabled("cpu"):
+        return None
+    return plain[0].beside(plain, x)
+
+
 class _Linear(torch.autograd.Function):
-    """``x W^T + b`` with a copy of W. The gradient of W is added to its ``.grad``."""
+    """``x W^T + b`` with a copy of W, the layers' weights below each other. Their gradients are added to ``.grad``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, copy: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.rest = weight, copy[0]  # the parameter itself: a saved tensor may be another object
-        return functional.linear(x, copy[0], bias)
+        ctx.rest = weights, copy  # the parameters themselves: a saved tensor may be another object
+        return functional.linear(x, copy, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), (weight, copy) = ctx.saved_tensors, ctx.rest
+        (x,), (weights, copy) = ctx.saved_tensors, ctx.rest
         grad_x = grad @ copy if ctx.needs_input_grad[0] else None
-        grad_TO = grad.reshape(-1, grad.shape[-1])
-        fresh = weight.grad is None
-        if fresh:
-            weight.grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        add_gradient(weight.grad, grad_TO, x.reshape(-1, x.shape[-1]), fresh=fresh, native=True)
-        return grad_x, None, grad_TO.sum(0, dtype=weight.dtype) if ctx.needs_input_grad[2] else None, None
+        grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        for weight, grad_of in zip(weights, grad_TO.split([len(weight) for weight in weights], dim=1), strict=True):
+            fresh = weight.grad is None
+            if fresh:
+                weight.grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            add_gradient(weight.grad, grad_of, x_TI, fresh=fresh, native=True)
+        grad_bias = grad_TO.sum(0, dtype=weights[0].dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_bias, *[None] * len(weights)
 
 
 def takes_in_place(weight: Tensor) -> bool:
@@ -114,9 +136,10 @@ def add_gradient(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, fresh: bool
     if native and narrow and plain and tokens and has_pairs():
         require(total_OI.shape == (outputs, inputs) and len(x_TI) == tokens, "a total of outputs and inputs")
         words = room(-(-min(outputs, HELD) // PANEL) * PANEL * -(-tokens // 2))
+        grad_TO = grad_TO if grad_TO.stride(1) == 1 else grad_TO.contiguous()
         call(
-            "weight_gradient", total=total_OI, grad=grad_TO.contiguous(), x=x_TI.contiguous(), words=words,
-            tokens=tokens, outputs=outputs, inputs=inputs, fresh=fresh,
+            "weight_gradient", ["grad"], total=total_OI, grad=grad_TO, x=x_TI.contiguous(), words=words,
+            tokens=tokens, outputs=outputs, stride=grad_TO.stride(0), inputs=inputs, fresh=fresh,
         )  # fmt: skip
         return
     if fresh:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cohort.parallel.full import class_before_sharding
+from cohort.policy.narrow import outputs_beside
 
 
 class UnsupportedModel(Exception):  # noqa: N818 - not an error: another implementation is used
@@ -112,6 +113,13 @@ class Joint:
         """The parts, by the model's own modules."""
         outs = [linear(x) for linear in self.linears]
         return outs if len(outs) == len(self.widths) else outs[0].split(self.widths, dim=-1)
+
+    def beside(self, x: Tensor) -> Sequence[Tensor]:
+        """The same, as one tensor with all parts if one product computes them."""
+        if len(self.linears) < len(self.widths):
+            return [self.linears[0](x)]
+        out = outputs_beside([getattr(linear.owner, linear.name) for linear in self.linears], x)
+        return self(x) if out is None else [out]
 
     @classmethod
     def of(cls, module: Any, names: Sequence[str], fused: str, widths: Sequence[int]) -> Joint:
