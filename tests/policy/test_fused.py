@@ -205,6 +205,27 @@ def test_activation(shape, gelu, dtype):
     assert type(gating(gelu)(fused(dtype), *inputs).grad_fn).__name__ == "_GateBackward"
 
 
+@BOTH
+@ACTIVATIONS
+@pytest.mark.parametrize("shape", [(2, 3, 64), (70, 37)], ids=str)
+def test_gate_and_up_side_by_side(shape, gelu, dtype):
+    """As apart, bit by bit; their gradient is one tensor."""
+    gate, up = leaves(2 * randn(*shape, dtype=dtype), randn(*shape, seed=1, dtype=dtype))
+    (joint,) = leaves(torch.cat([gate, up], dim=-1).detach())
+    apart = results(gating(gelu), fused(dtype), [gate, up])
+    beside = results(lambda by, both: by.gate(both, gelu=gelu), fused(dtype), [joint])
+    assert torch.equal(apart[0][0], beside[0][0])
+    assert torch.equal(torch.cat(apart[1], dim=-1), beside[1][0])
+    assert_same(lambda by, both: by.gate(both, gelu=gelu), dtype, [joint])
+
+
+@BOTH
+def test_rotation_of_a_part_of_wider_rows(dtype):
+    rows, turn = randn(5, 2 * 24 + 11, dtype=dtype), rotation(*tables(5, 24))
+    part = rows[:, 3 : 3 + 48].unflatten(-1, (2, 24))
+    assert torch.equal(turn(fused(HALF), part), turn(fused(HALF), part.contiguous()))
+
+
 # Threads
 
 

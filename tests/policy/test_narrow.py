@@ -8,7 +8,7 @@ from torch import nn
 
 from cohort.native import Unavailable, has_pairs, load
 from cohort.policy import CompletionStates, Head, Policy, enable_checkpointing, head
-from cohort.policy.narrow import add_gradient, add_narrow, narrow_linears
+from cohort.policy.narrow import add_gradient, add_narrow, narrow_linears, outputs_beside
 from tests.conftest import each
 from tests.policy.plain import MIXED, distribution_of, threads, tiny_llama
 
@@ -73,6 +73,45 @@ def test_a_layer_computes_what_autocast_does_and_its_gradient_has_float32_sums()
     assert torch.equal(layer.bias.grad.double(), expected_bias)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_side_by_side_are_one_product(bias):
+    """Outputs and gradients of weights are those of the layers one by one. Those of the input are a single sum in float32:
+    nearer to float64 than three that are rounded and added in bfloat16."""
+    layers = nn.ModuleList(nn.Linear(40, width, bias=bias) for width in (24, 8, 5))
+    grads = [torch.randn(2, 7, layer.out_features) for layer in layers]
+    found = []
+    for beside in (False, True):
+        layers.zero_grad()
+        x = torch.arange(560.0).reshape(2, 7, 40).sin().requires_grad_()
+        with narrow_linears(layers, HALF), torch.autocast("cpu", HALF):
+            outs = outputs_beside(layers, x).split([24, 8, 5], dim=-1) if beside else [layer(x) for layer in layers]
+            sum((out.float() * grad).sum() for out, grad in zip(outs, grads, strict=True)).backward()
+        found.append([*outs, *(parameter.grad for parameter in layers.parameters()), x.grad])
+    *one_by_one, grad_x = found[0]
+    *beside, grad_x_beside = found[1]
+    for one, other in zip(one_by_one, beside, strict=True):
+        assert torch.equal(one, other)
+    rounded = [
+        (layer.weight.to(HALF).double(), grad.to(HALF).double()) for layer, grad in zip(layers, grads, strict=True)
+    ]
+    exact = sum(grad @ weight for weight, grad in rounded)
+    gap = (grad_x_beside - exact).abs()
+    assert (gap <= 2**-8 * exact.abs() + 1e-6).all()  # one rounding, and the sum's
+    assert gap.max() < (grad_x - exact).abs().max()
+
+
+@pytest.mark.parametrize("why", ["a hook", "a bias", "a frozen weight", "no autocast", "outside"])
+def test_layers_that_are_not_one_product(why):
+    layers = [nn.Linear(40, 24), nn.Linear(40, 8, bias=why != "a bias")]
+    if why == "a hook":
+        layers[1].register_forward_hook(lambda module, args, out: 2 * out)
+    if why == "a frozen weight":
+        layers[1].weight.requires_grad_(False)
+    block = nullcontext() if why == "outside" else narrow_linears(nn.ModuleList(layers), HALF)
+    with block, torch.autocast("cpu", HALF, enabled=why != "no autocast"):
+        assert outputs_beside(layers, torch.randn(3, 40)) is None
+
+
 # One pair of tokens and half of one; ends inside a panel, a block and the outputs that are laid out together.
 @each("size", [(1, 3, 5), (2, 1, 1), (7, 40, 24), (300, 33, 70), (65, 20, 4099), (1031, 64, 600)])
 @each("fresh", [False, True])
@@ -102,7 +141,7 @@ def test_a_weights_gradient_depends_on_no_other_output_and_no_thread():
     with threads(1):
         add_gradient(whole, grad, x, fresh=True, native=True)
     with threads(3):
-        add_gradient(part, grad[:, 20:57].contiguous(), x, fresh=True, native=True)
+        add_gradient(part, grad[:, 20:57], x, fresh=True, native=True)  # its rows lie apart
     if has_pairs():  # torch promises neither
         assert torch.equal(part, whole[20:57])
 

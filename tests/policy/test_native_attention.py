@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cohort.native import Unavailable, load
@@ -105,6 +105,8 @@ def assert_same(tensors, layout, count=None, sums=None, **ways):
     found = attended(tensors, layout, count, **ways)
     one_block = Layout(layout[0], CPU, *layout[1:]).longest <= attention.BLOCK  # otherwise it is rounded afterwards
     expected = attended(tensors, layout, exact=True, rounded=found[0] if one_block else None, **ways)
+    if not one_block and sums == SUMS:  # joins round outputs and sums again; keys and gradients of up to 3 multiply it
+        sums *= 4
     tokens = sum(layout[0])
     for name, one, other, like in zip(NAMES, found, expected, [tensors[2], *tensors], strict=False):
         assert one.dtype == like.dtype
@@ -334,6 +336,7 @@ def packs(draw):
     filler=st.integers(0, 3),
     block=st.sampled_from([16, 2048]),
 )
+@example(([1, 13, 1, 1, 14, 20], [0, 1, 0, 0, 0, 0], [6, 4]), 1, 1, 1, None, (FLOAT, FLOAT), 1, 1, 16)
 def test_any_pack(layout, kv_heads, group, width, window, dtypes, count, filler, block):
     with threads(count):
         items = len(Layout(layout[0], CPU, *layout[1:]).work.items)
