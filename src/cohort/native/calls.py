@@ -17,6 +17,7 @@ from cohort.native.build import SOURCE, load
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Floating-point dtypes that the kernels read and write."""
+READ = {*DTYPES, torch.int64}
 NUMBERS_OF_ONE_THREAD = 1 << 15
 """Up to this many numbers, one thread is faster than several."""
 _LOCAL = threading.local()
@@ -41,12 +42,15 @@ def structure(name: str) -> type[ctypes.Structure]:
 
 
 @functools.cache
-def _kernel(name: str) -> tuple[type[ctypes.Structure], Any]:
-    """The structure that ``cohort_NAME`` takes, and the function."""
+def _kernel(name: str) -> tuple[type[ctypes.Structure], list[tuple[str, str]], Any]:
+    """The structure that ``cohort_NAME`` takes, its fields ``half`` and ``..._half`` with the beginning of the names that
+    each is about, and the function."""
     function = getattr(load(), f"cohort_{name}")
     function.restype = None
     (argument,) = re.findall(rf"void cohort_{name}\((\w+) ", source())
-    return structure(argument), function
+    kind = structure(argument)
+    halves = [(field, field.removesuffix("half").rstrip("_")) for field, *_ in kind._fields_ if field.endswith("half")]
+    return kind, halves, function
 
 
 def room(numbers: int) -> Tensor:
@@ -68,22 +72,20 @@ def call(name: str, apart: Collection[str] = (), /, **values: Tensor | float | N
     Raises:
         Unavailable: the library cannot be built or loaded.
     """
-    kind, function = _kernel(name)
+    kind, halves, function = _kernel(name)
     tensors = {field: value for field, value in values.items() if isinstance(value, Tensor)}
     pointers = {field: data_pointer(value[:1] if field in apart else value) for field, value in tensors.items()}
     given = {**values, **pointers}
     given.setdefault("threads", threads_for(next(iter(tensors.values())).numel()))
-    for field, *_ in kind._fields_:
-        if field.endswith("half"):
-            start = field.removesuffix("half").rstrip("_")
-            dtype = next((tensor.dtype for other, tensor in tensors.items() if other.startswith(start)), None)
-            given[field] = dtype == torch.bfloat16
+    for field, start in halves:
+        about = next((tensor for other, tensor in tensors.items() if other.startswith(start)), None)
+        given[field] = about is not None and about.dtype == torch.bfloat16
     function(ctypes.byref(kind(**given)))
 
 
 def data_pointer(values: Tensor) -> int:
     """The address of a tensor's numbers. Rejects layouts, devices and dtypes that C would misread."""
-    if not values.is_contiguous() or values.device.type != "cpu" or values.dtype not in (*DTYPES, torch.int64):
+    if not values.is_contiguous() or not values.is_cpu or values.dtype not in READ:
         raise TypeError(f"a contiguous tensor on the CPU was expected, got {values.dtype}, {values.stride()}")
     return values.data_ptr()
 
