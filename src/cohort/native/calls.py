@@ -43,8 +43,8 @@ def structure(name: str) -> type[ctypes.Structure]:
 
 @functools.cache
 def _kernel(name: str) -> tuple[type[ctypes.Structure], list[tuple[str, str]], Any]:
-    """The structure that ``cohort_NAME`` takes, its fields ``half`` and ``..._half`` with the beginning of the names that
-    each is about, and the function."""
+    """The structure that ``cohort_NAME`` takes, its fields ``half`` and ``..._half`` with the beginning of the names
+    that each is about, and the function."""
     function = getattr(load(), f"cohort_{name}")
     function.restype = None
     (argument,) = re.findall(rf"void cohort_{name}\((\w+) ", source())
