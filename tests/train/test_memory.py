@@ -128,21 +128,21 @@ def test_the_budget_follows_the_free_memory(monkeypatch):
     for free in (2**50, 40 * 2**20, 1):
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
         chosen[free] = find_budget(policy, None, 16, 16)
-    assert chosen[2**50].tokens == 2048
+    assert chosen[2**50].tokens == 4096
     assert 256 < chosen[40 * 2**20].tokens < 1024
     assert peak_bytes(policy, *2 * (chosen[40 * 2**20].tokens,)) < 0.6 * 40 * 2**20
     assert chosen[1].tokens == 256
     assert "likely too little" in chosen[1].describe()
     monkeypatch.setattr(memory, "free_bytes", lambda device: None)
-    assert find_budget(policy, None, 16, 16).tokens == 2048
+    assert find_budget(policy, None, 16, 16).tokens == 4096
     assert find_budget(policy, 77, 16, 16).tokens == 77
 
 
 def test_more_than_1024_tokens_on_a_cpu_must_be_cheap(monkeypatch):
     policy = Policy(wide_llama(), SINGLE)
     of_token = (peak_bytes(policy, 192, 192, forward_only=True) - peak_bytes(policy, 64, 64, forward_only=True)) / 128
-    for room, expected in ((1500, 1500), (4096, 2048), (512, 1024)):
-        monkeypatch.setattr(memory, "LARGE_BYTES", room * of_token)
+    for room, expected in ((1500, 1500), (5000, 4096), (512, 1024)):
+        monkeypatch.setattr(memory, "MORE_BYTES", room * of_token)
         assert find_budget(policy, None, 16, 16).tokens == expected
 
 
