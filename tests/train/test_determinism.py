@@ -37,9 +37,9 @@ def test_a_resumed_run_cuts_its_passes_as_before(demo_tokenizer, tmp_path, monke
     break_after(before, 1)
     monkeypatch.setattr("cohort.train.memory.free_bytes", lambda device: 1)
     after = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, save_steps=1)
-    assert (before.budget.tokens, after.budget.tokens) == (1024, 256)
+    assert (before.budget.tokens, after.budget.tokens) == (4096, 256)
     after.train(resume=True)
-    assert after.budget.tokens == 1024
+    assert after.budget.tokens == 4096
 
 
 def test_a_clock_that_goes_back_changes_no_duration(demo_tokenizer, tmp_path, monkeypatch):
