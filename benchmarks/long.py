@@ -11,7 +11,8 @@ with 14 heads, as in Qwen2.5-0.5B, which has 24; 4 unless ``--layers`` says othe
 so that the layers are seen and not the head.
 
 *Update*: everything from a scored completion to the AdamW step, of one completion after a prompt of 64 tokens, in
-passes of 1,024 tokens (the default on a CPU): longer completions are computed in pieces (docs/update.md).
+passes of 1,024 tokens: longer completions are computed in pieces (docs/update.md). The default on a CPU allows more to
+small models.
 *Sampling*: one completion of the greatest length after a prompt of 64; time and memory are read when it has reached
 each length. Update and sampling have a process each, and lengths take turns from short to long. All lengths take about
 an hour of processor time; ``--model``, ``--part`` and ``--lengths`` choose.

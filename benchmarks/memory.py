@@ -117,13 +117,13 @@ def cohort_side(
     from cohort.policy import Policy, resolve_precision
     from cohort.rollout import Sampling
     from cohort.train import Optimizer, StepContext, TokenBudget, UpdateResult, part_of, update
-    from cohort.train.memory import MOST_TOKENS, LiveBytes
+    from cohort.train.memory import PLAIN_TOKENS, LiveBytes
     from cohort.types import TokenBatch
 
     model = build_model(shape, ())
     policy = Policy(model, resolve_precision(precision, torch.device("cpu"), shape.hidden_size))
     optimizer = Optimizer(model, OptimConfig(learning_rate=LEARNING_RATE), 1)
-    tokens_a_pass = token_budget or MOST_TOKENS["cpu"]
+    tokens_a_pass = token_budget or PLAIN_TOKENS
     context = StepContext(policy, optimizer, PRESETS["default"], Sampling(1), TokenBudget(tokens_a_pass))
 
     def prepare(tokens: Tokens) -> TokenBatch:
