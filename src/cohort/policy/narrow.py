@@ -22,6 +22,7 @@ from cohort.native import call, has_pairs, require, room
 PANEL, HELD = 32, 4096
 """Numbers of weight_gradient.c: outputs that are laid out together, and most of them whose words are held."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where a module keeps what its call runs beside ``forward``."""
 PRODUCT = 2**23
 """Maximum size of a product in half precision that torch computes and that is added to a gradient."""
 
