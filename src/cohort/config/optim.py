@@ -75,8 +75,8 @@ class OptimConfig(Section):
     run's updates, rounded up."""
     microbatch_tokens: PositiveInt | None = None
     """Maximum number of tokens in one forward and backward pass. Affects memory only: the gradient is the same. Unset:
-    what half of the free memory holds, at most 16,384 on CUDA; on a CPU at most 1,024, or up to 4,096 that need at
-    most 256 MiB. Halved when memory runs out."""
+    what half of the free memory holds, at most 16,384 on CUDA; on a CPU at most 1,024, or up to 4,096 whose
+    activations take at most 256 MiB. Halved when memory runs out."""
     max_nonfinite_updates: PositiveInt = 3
     """An update with non-finite log-probabilities, coefficients or gradient is skipped, and its batch is written to
     nonfinite/ in the run folder. This many in a row stop the run."""

@@ -18,6 +18,7 @@ from cohort.native.build import SOURCE, load
 DTYPES = (torch.float32, torch.bfloat16)
 """Floating-point dtypes that the kernels read and write."""
 READ = {*DTYPES, torch.int64}
+"""Dtypes of the tensors that they are given."""
 NUMBERS_OF_ONE_THREAD = 1 << 15
 """Up to this many numbers, one thread is faster than several."""
 _LOCAL = threading.local()
@@ -81,6 +82,11 @@ def call(name: str, apart: Collection[str] = (), /, **values: Tensor | float | N
         about = next((tensor for other, tensor in tensors.items() if other.startswith(start)), None)
         given[field] = about is not None and about.dtype == torch.bfloat16
     function(ctypes.byref(kind(**given)))
+
+
+def whole_rows(values: Tensor) -> Tensor:
+    """The tensor, or a copy: the numbers of each row are contiguous, and rows may lie apart."""
+    return values if values[:1].is_contiguous() else values.contiguous()
 
 
 def data_pointer(values: Tensor) -> int:

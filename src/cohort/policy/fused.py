@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.native import call, require, threads_for
+from cohort.native import call, require, threads_for, whole_rows
 
 
 class Fused:
@@ -71,16 +71,15 @@ class Fused:
 
         Args:
             parts: gate and up, or one tensor that holds them side by side.
-            gelu: which activation.
-            wide: see above.
+            gelu: the activation is GELU.
+            wide: return the wide dtype.
         """
-        parts = tuple(
-            part.to(self.wide if wide else self.narrow) for part in parts
-        )  # adapters may return a wider dtype
+        dtype = self.wide if wide else self.narrow
+        parts = tuple(part.to(dtype) for part in parts)  # adapters may return a wider dtype
         if self.native:
             out: Tensor = _Gate.apply(gelu, *parts)  # type: ignore[no-untyped-call]
             return out
-        gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+        gate, up = _gate_and_up(parts)
         activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
         return activation(gate) * up
 
@@ -173,7 +172,7 @@ class _Rotate(torch.autograd.Function):
 
 def _rotated(x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, dtype: torch.dtype, **flags: bool) -> Tensor:
     (rows, heads, width), rotated = x_TAD.shape, cos_TR.shape[1]
-    x_TAD = x_TAD if x_TAD[:1].is_contiguous() else x_TAD.contiguous()  # tokens may lie apart
+    x_TAD = whole_rows(x_TAD)
     require(cos_TR.dtype == sin_TR.dtype == torch.float32, "angles are float32")
     fits = rotated <= width and rotated % 2 == 0
     require(fits and cos_TR.shape == sin_TR.shape == (rows, rotated), "an angle for each rotated number")
@@ -193,7 +192,7 @@ class _Gate(torch.autograd.Function):
         ctx.gelu = gelu
         gate, up = _gate_and_up(parts)
         require(gate.dtype == up.dtype and gate.shape == up.shape, "gate and up of one shape and dtype")
-        out = torch.empty(*parts[0].shape[:-1], gate.shape[-1], dtype=gate.dtype)
+        out = torch.empty(gate.shape, dtype=gate.dtype)
         _activate(gelu, out=out, gate=gate, up=up)
         return out
 
@@ -208,10 +207,12 @@ class _Gate(torch.autograd.Function):
 
 
 def _gate_and_up(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Both, ``[rows, width]`` each, of two tensors or of one that holds them side by side."""
-    return [part.flatten(0, -2) for part in parts] if len(parts) == 2 else parts[0].flatten(0, -2).chunk(2, dim=-1)
+    """Both, of two tensors or of one that holds them side by side."""
+    return parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
 
 
 def _activate(gelu: bool, **given: Tensor) -> None:
+    """The kernel, forward or backward, on tensors of one shape."""
+    given = {name: part.view(-1, part.shape[-1]) for name, part in given.items()}
     gate = given["gate"]
     call("gate", given, **given, rows=len(gate), width=gate.shape[-1], stride=gate.stride(0), gelu=gelu)

@@ -146,8 +146,7 @@ class LeanLayers:
         def norms(q: Tensor, k: Tensor) -> Sequence[Tensor]:
             return [self._norm(part, norm) for part, norm in zip((q, k), layer.qk_norms or (), strict=True)]
 
-        parts = layer.qkv.beside(normed)
-        q, k, v = parts if len(parts) == 3 else parts[0].split(layer.qkv.widths, dim=-1)
+        q, k, v = layer.qkv.apart(layer.qkv.beside(normed))
         q, gate = split_gate(q, anatomy.head_dim) if layer.gated else (q, None)
         if whole:
             q, k = norms(q, k)

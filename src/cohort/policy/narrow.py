@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.native import call, has_pairs, require, room
+from cohort.native import call, has_pairs, require, room, whole_rows
 
 PANEL, HELD = 32, 4096
 """Numbers of weight_gradient.c: outputs that are laid out together, and most of them whose words are held."""
@@ -61,7 +61,10 @@ class _Narrow:
         weights, biases = [layer.module.weight for layer in layers], [layer.module.bias for layer in layers]
         bias = biases[0] if len(layers) == 1 or biases[0] is None else torch.cat([*biases])
         if len(layers) not in self.copies:
-            self.copies[len(layers)] = torch.cat([weight.detach().to(self.dtype) for weight in weights])
+            made = torch.empty(sum(map(len, weights)), weights[0].shape[1], dtype=self.dtype)
+            for part, weight in zip(made.split([*map(len, weights)]), weights, strict=True):
+                part.copy_(weight.detach())
+            self.copies[len(layers)] = made
         copy = self.copies[len(layers)]
         if not torch.is_grad_enabled():
             return functional.linear(x, copy, bias)
@@ -137,7 +140,7 @@ def add_gradient(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, fresh: bool
     if native and narrow and plain and tokens and has_pairs():
         require(total_OI.shape == (outputs, inputs) and len(x_TI) == tokens, "a total of outputs and inputs")
         words = room(-(-min(outputs, HELD) // PANEL) * PANEL * -(-tokens // 2))
-        grad_TO = grad_TO if grad_TO.stride(1) == 1 else grad_TO.contiguous()
+        grad_TO = whole_rows(grad_TO)
         call(
             "weight_gradient", ["grad"], total=total_OI, grad=grad_TO, x=x_TI.contiguous(), words=words,
             tokens=tokens, outputs=outputs, stride=grad_TO.stride(0), inputs=inputs, fresh=fresh,

@@ -111,8 +111,7 @@ class Joint:
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         """The parts, by the model's own modules."""
-        outs = [linear(x) for linear in self.linears]
-        return outs if len(outs) == len(self.widths) else outs[0].split(self.widths, dim=-1)
+        return self.apart([linear(x) for linear in self.linears])
 
     def beside(self, x: Tensor) -> Sequence[Tensor]:
         """The same, as one tensor with all parts if one product computes them."""
@@ -120,6 +119,10 @@ class Joint:
             return [self.linears[0](x)]
         out = outputs_beside([getattr(linear.owner, linear.name) for linear in self.linears], x)
         return self(x) if out is None else [out]
+
+    def apart(self, outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parts, of themselves or of one tensor that holds them side by side."""
+        return outs if len(outs) == len(self.widths) else outs[0].split(self.widths, dim=-1)
 
     @classmethod
     def of(cls, module: Any, names: Sequence[str], fused: str, widths: Sequence[int]) -> Joint:

@@ -23,8 +23,8 @@ from cohort.rollout.budget import free_bytes
 MOST_TOKENS = {"cpu": 4096, "cuda": 16384}
 """More tokens in a pass save little time and need memory in proportion."""
 PLAIN_TOKENS, MORE_BYTES = 1024, 2**28
-"""On a CPU, more tokens than the first save time, 5 to 10%, in small models only: those whose pass needs at most so
-many bytes."""
+"""On a CPU, a pass has more tokens than the first only if its activations take at most so many bytes: more tokens save
+5 to 10% of a small model's time, and little of a large one's."""
 FEWEST_TOKENS = 256
 PROBED_TOKENS = (64, 192)
 PROBED_PIECE, PROBED_PIECES = 64, (4, 8)
