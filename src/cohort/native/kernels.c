@@ -9,4 +9,5 @@
 #include "experts.c"
 #include "few_tokens.c"
 #include "packed_product.c"
+#include "many_rows.c"
 #include "weight_gradient.c"

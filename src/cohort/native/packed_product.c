@@ -26,16 +26,21 @@ typedef struct {
     int64_t count, in, out, narrow, threads; /* narrow: the matrices are in bfloat16, not in float32 */
 } packing;
 
+/* The weights of an output. */
+INLINE const char *row_of(const packing *p, int64_t output) {
+    const int64_t *part = p->parts;
+    for (; output >= part[1]; part += 2) output -= part[1];
+    return (const char *)part[0] + output * p->in * (p->narrow ? 2 : 4);
+}
+
 static void pack_panel(void *what, int64_t panel, int thread) {
     const packing *p = what;
-    const int64_t *part = p->parts, pairs = (p->in + 1) / 2, size = p->narrow ? 2 : 4;
+    const int64_t pairs = (p->in + 1) / 2, size = p->narrow ? 2 : 4;
     const char *rows[PANEL_OUTPUTS];
-    int64_t before = 0;
     (void)thread;
     for (int64_t i = 0; i < PANEL_OUTPUTS; i++) {
         const int64_t output = panel * PANEL_OUTPUTS + i;
-        while (output < p->out && output >= before + part[1]) before += part[1], part += 2;
-        rows[i] = output < p->out ? (const char *)part[0] + (output - before) * p->in * size : 0;
+        rows[i] = output < p->out ? row_of(p, output) : 0;
     }
     for (int64_t k = 0; k < pairs; k += LANES) {
         const int64_t found = sooner(2 * LANES, p->in - 2 * k);

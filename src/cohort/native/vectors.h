@@ -28,6 +28,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 #define UNROLL_ALL _Pragma("GCC unroll 16")
+#define UNROLL_MANY _Pragma("GCC unroll 32")
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));

@@ -20,7 +20,7 @@ from torch.nn import functional
 from cohort.native import call, has_pairs, require, room, whole_rows
 
 PANEL, HELD = 32, 4096
-"""Numbers of weight_gradient.c: outputs that are laid out together, and most of them whose words are held."""
+"""Numbers of the kernels: outputs that are laid out together, and most of them whose words weight_gradient.c holds."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where a module keeps what its call runs beside ``forward``."""
 PRODUCT = 2**23
@@ -48,8 +48,8 @@ class _Narrow:
 
     def __init__(self, module: nn.Linear, dtype: torch.dtype) -> None:
         self.module, self.dtype = module, dtype
-        self.copies: dict[int, Tensor] = {}
-        """Of its weight, and of those of layers beside it below its own, by the number of layers."""
+        self.matrices: dict[int, _Matrix] = {}
+        """Its own, and that of layers side by side of which it is the first, by the number of layers."""
 
     def __call__(self, x: Tensor) -> Tensor:
         if not torch.is_autocast_enabled("cpu"):
@@ -60,16 +60,59 @@ class _Narrow:
         """The outputs of layers side by side, of which it is the first; biases for all of them or none."""
         weights, biases = [layer.module.weight for layer in layers], [layer.module.bias for layer in layers]
         bias = biases[0] if len(layers) == 1 or biases[0] is None else torch.cat([*biases])
-        if len(layers) not in self.copies:
-            made = torch.empty(sum(map(len, weights)), weights[0].shape[1], dtype=self.dtype)
-            for part, weight in zip(made.split([*map(len, weights)]), weights, strict=True):
-                part.copy_(weight.detach())
-            self.copies[len(layers)] = made
-        copy = self.copies[len(layers)]
-        if not torch.is_grad_enabled():
-            return functional.linear(x, copy, bias)
-        out: Tensor = _Linear.apply(x.to(self.dtype), copy, bias, *weights)  # type: ignore[no-untyped-call]
+        if len(layers) not in self.matrices:
+            self.matrices[len(layers)] = _Matrix([weight.detach() for weight in weights], bias, self.dtype)
+        out: Tensor = _Linear.apply(x.to(self.dtype), self.matrices[len(layers)], bias, *weights)  # type: ignore[no-untyped-call]
         return out
+
+
+class _Matrix:
+    """Weights of layers with one input below each other, ``[outputs, inputs]``, and their biases, rounded to half
+    precision: in the layouts of the kernels (packed_product.c), or as they are for torch."""
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.weights, self.bias = weights, None if bias is None else bias.detach().to(dtype)
+        self.shape = sum(map(len, weights)), weights[0].shape[1]
+        self.native = dtype == torch.bfloat16 and has_pairs()
+        if self.native:
+            self.copy, self.transposed = self._packed("pack", *self.shape), None
+            if self.bias is not None:
+                self.bias = functional.pad(self.bias.float(), (0, -len(self.bias) % PANEL))
+        else:
+            self.copy = torch.empty(self.shape, dtype=dtype)
+            for part, weight in zip(self.copy.split([*map(len, weights)]), weights, strict=True):
+                part.copy_(weight)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """``x W^T + b``."""
+        if not self.native:
+            return functional.linear(x, self.copy, self.bias)
+        return self._product(x, self.copy, self.bias, *self.shape)
+
+    def inputs(self, grad: Tensor) -> Tensor:
+        """``grad W``, the gradient of x."""
+        if not self.native:
+            return grad @ self.copy
+        if self.transposed is None:
+            self.transposed = self._packed("pack_transposed", *reversed(self.shape))
+        return self._product(grad, self.transposed, None, *reversed(self.shape))
+
+    def _packed(self, kernel: str, outputs: int, inputs: int) -> Tensor:
+        weights = [weight.contiguous() for weight in self.weights]
+        packed = torch.empty(-(-outputs // PANEL), -(-inputs // 2), PANEL, 2, dtype=torch.bfloat16)
+        parts = torch.tensor([[weight.data_ptr(), len(weight)] for weight in weights])
+        sizes = dict(zip(("out", "in"), self.shape, strict=True))
+        call(kernel, packed=packed, parts=parts, count=len(weights), **sizes)
+        return packed
+
+    @staticmethod
+    def _product(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> Tensor:
+        require(x.dtype == torch.bfloat16 and x.shape[-1] == inputs, "an input for each column")
+        y = x.new_empty(*x.shape[:-1], outputs)
+        x = (functional.pad(x, (0, 1)) if inputs % 2 else x).contiguous()
+        sizes = {"rows": y.numel() // outputs, "out": outputs, "in": inputs + inputs % 2}
+        call("many_rows", packed=packed, x=x, bias=bias, y=y, **sizes)
+        return y
 
 
 def outputs_beside(modules: Sequence[nn.Module], x: Tensor) -> Tensor | None:
@@ -85,19 +128,19 @@ def outputs_beside(modules: Sequence[nn.Module], x: Tensor) -> Tensor | None:
 
 
 class _Linear(torch.autograd.Function):
-    """``x W^T + b`` with a copy of W, the layers' weights below each other. Their gradients are added to ``.grad``."""
+    """``x W^T + b`` of layers side by side. The gradients of their weights are added to ``.grad``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copy: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: _Matrix, _bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.rest = weights, copy  # the parameters themselves: a saved tensor may be another object
-        return functional.linear(x, copy, bias)
+        ctx.rest = weights, matrix  # the parameters themselves: a saved tensor may be another object
+        return matrix.outputs(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), (weights, copy) = ctx.saved_tensors, ctx.rest
-        grad_x = grad @ copy if ctx.needs_input_grad[0] else None
+        (x,), (weights, matrix) = ctx.saved_tensors, ctx.rest
+        grad_x = matrix.inputs(grad) if ctx.needs_input_grad[0] else None
         grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         for weight, grad_of in zip(weights, grad_TO.split([len(weight) for weight in weights], dim=1), strict=True):
             fresh = weight.grad is None
