@@ -75,7 +75,8 @@ class _Matrix:
         self.shape = sum(map(len, weights)), weights[0].shape[1]
         self.native = dtype == torch.bfloat16 and has_pairs()
         if self.native:
-            self.copy, self.transposed = self._packed("pack", *self.shape), None
+            self.copy = self._packed("pack", *self.shape)
+            self.transposed: Tensor | None = None
             if self.bias is not None:
                 self.bias = functional.pad(self.bias.float(), (0, -len(self.bias) % PANEL))
         else:
