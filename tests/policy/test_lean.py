@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cohort.policy import Policy, enable_checkpointing
 from cohort.policy.head import LIKE_SHAPES
 from cohort.policy.lean import LeanLayers
-from cohort.policy.narrow import add_gradient
+from cohort.policy.narrow import add_gradients
 from tests.conftest import tiny_llama
 from tests.policy.plain import (
     COMPLETIONS,
@@ -170,5 +170,5 @@ def test_adding_a_product(rows, dtype, atol, monkeypatch):
     left, right = torch.randn(rows, 5, dtype=dtype), torch.randn(5, 16, dtype=dtype)
     total = torch.randn(rows, 16, dtype=torch.float64)
     expected = total + left.double() @ right.double()
-    add_gradient(total, left.T, right)
+    add_gradients([total], left.T, right)
     torch.testing.assert_close(total, expected, rtol=0, atol=atol)

@@ -8,7 +8,7 @@ from torch import nn
 
 from cohort.native import Unavailable, has_pairs, load
 from cohort.policy import CompletionStates, Head, Policy, enable_checkpointing, head
-from cohort.policy.narrow import _Matrix, add_gradient, add_narrow, narrow_linears, outputs_beside
+from cohort.policy.narrow import _Matrix, add_gradients, add_narrow, narrow_linears, outputs_beside
 from tests.conftest import each
 from tests.policy.plain import MIXED, distribution_of, threads, tiny_llama
 
@@ -166,16 +166,30 @@ def test_a_weights_gradient_is_that_of_float64(size, fresh, native):
     x, grad = (torch.randn(tokens, n, generator=generator).to(HALF) for n in (inputs, outputs))
     total = torch.full((outputs, inputs), torch.nan if fresh else 0.5)
     product = grad.double().T @ x.double()
-    add_gradient(total, grad, x, fresh=fresh, native=native)
+    add_gradients([total], grad, x, fresh=[fresh], native=native)
     # Partial sums of t products of about 1 are about sqrt(t), and their t roundings add up to as many times sqrt(t). Where
     # torch computes it, the product is rounded to bfloat16.
     atol = 4 * 2**-24 * tokens + (0 if native and has_pairs() else 2**-8 * float(product.abs().max()))
     torch.testing.assert_close(total.double(), product + (0 if fresh else 0.5), rtol=0, atol=atol)
 
 
+@each("native", [False, True])
+def test_gradients_of_layers_side_by_side_are_theirs_one_by_one(native):
+    """Totals of a few rows end inside a tile; one is new, and the last bias lies in a panel that is not full."""
+    x, grad = torch.randn(301, 50).to(HALF), torch.randn(301, 90).to(HALF)
+    parts, fresh = grad.split([50, 3, 37], dim=1), [True, False, True]
+    one_by_one = [torch.ones(part.shape[1], 50) for part in parts]
+    beside, bias = [total.clone() for total in one_by_one], torch.empty(90)
+    for total, part, new in zip(one_by_one, parts, fresh, strict=True):
+        add_gradients([total], part, x, fresh=[new], native=native)
+    add_gradients(beside, grad, x, fresh=fresh, native=native, bias_O=bias)
+    assert all(map(torch.equal, one_by_one, beside))
+    torch.testing.assert_close(bias.double(), grad.double().sum(0), rtol=0, atol=4 * 2**-24 * 301)
+
+
 def test_a_gradient_in_another_order_of_memory_is_added():
     x, grad, total = torch.ones(4, 3).to(HALF), torch.ones(4, 2).to(HALF), torch.ones(3, 2).T
-    add_gradient(total, grad, x, native=True)
+    add_gradients([total], grad, x, native=True)
     assert total.tolist() == [[5.0] * 3] * 2
 
 
@@ -183,9 +197,9 @@ def test_a_weights_gradient_depends_on_no_other_output_and_no_thread():
     x, grad = torch.randn(301, 50).to(HALF), torch.randn(301, 90).to(HALF)
     whole, part = torch.empty(90, 50), torch.empty(37, 50)
     with threads(1):
-        add_gradient(whole, grad, x, fresh=True, native=True)
+        add_gradients([whole], grad, x, fresh=[True], native=True)
     with threads(3):
-        add_gradient(part, grad[:, 20:57], x, fresh=True, native=True)  # its rows lie apart
+        add_gradients([part], grad[:, 20:57], x, fresh=[True], native=True)  # its rows lie apart
     if has_pairs():  # torch promises neither
         assert torch.equal(part, whole[20:57])
 
@@ -260,7 +274,7 @@ def test_adding_in_another_order_of_memory():
 def test_kernels_that_are_switched_off_are_not_used(monkeypatch):
     monkeypatch.setattr("cohort.policy.narrow.call", lambda *_, **__: pytest.fail("a kernel was called"))
     total, grad, x = torch.ones(3, 4), torch.ones(2, 3).bfloat16(), torch.ones(2, 4).bfloat16()
-    add_gradient(total, grad, x)
+    add_gradients([total], grad, x)
     assert total.tolist() == [[3.0] * 4] * 3
 
 

@@ -2,7 +2,7 @@
  *
  *     total[o, i] += sum over tokens t of grad[t, o] x[t, i]
  *
- * from numbers in bfloat16, with float32 sums and a float32 total.
+ * from numbers in bfloat16, with float32 sums and float32 totals: one for each layer of those side by side.
  *
  * Numbers are laid out in words of two neighbouring tokens. Words of STEP pairs of tokens at PANEL_OUTPUTS inputs stay in
  * the nearest cache while the outputs of a block pass by. A sum runs over tokens in order: it depends neither on the
@@ -17,11 +17,12 @@ enum {
 };
 
 typedef struct {
-    const void *grad, *x; /* [tokens, outputs] and [tokens, inputs], in bfloat16 */
-    float *total;         /* [outputs, inputs] */
-    float *words;         /* room for MOST_OUTPUTS * pairs of tokens */
-    int64_t tokens, outputs, stride, inputs, fresh, threads; /* stride: of tokens of grad; fresh: `total` holds nothing yet */
-    int64_t start, count, blocks;                    /* filled in here: outputs whose words are held */
+    const void *grad, *x;  /* [tokens, outputs] and [tokens, inputs], in bfloat16 */
+    const int64_t *totals; /* for each layer: address of [its outputs, inputs], their number, whether it holds nothing yet */
+    float *bias;           /* [outputs], where sums of grad over tokens are written; NULL: nowhere */
+    float *words;          /* room for MOST_OUTPUTS * pairs of tokens */
+    int64_t tokens, outputs, inputs, threads;
+    int64_t start, count, blocks; /* filled in here: outputs whose words are held */
 } weight_gradient;
 
 /* Words of PANEL_OUTPUTS numbers of two rows that end after `count`; the second may be missing (NULL). */
@@ -35,18 +36,24 @@ INLINE void words_of(const uint16_t *first, const uint16_t *second, int64_t coun
     for (int64_t i = 0; i < PANEL_OUTPUTS; i += LANES) store(to, i, pair(load(first, i, 1), load(second, i, 1)), 0);
 }
 
-/* Words of PANEL_OUTPUTS outputs, [outputs / FEW_ROWS, pairs of tokens, FEW_ROWS]. */
+/* Words of PANEL_OUTPUTS outputs, [outputs / FEW_ROWS, pairs of tokens, FEW_ROWS], and sums of their numbers. */
 static void grad_words(void *what, int64_t panel, int thread) {
     const weight_gradient *p = what;
     const int64_t pairs = (p->tokens + 1) / 2, output = panel * PANEL_OUTPUTS;
     float *to = p->words + output * pairs, words[PANEL_OUTPUTS];
+    vec sums[2] = {0};
     (void)thread;
     for (int64_t k = 0; k < pairs; k++) {
-        const uint16_t *first = (const uint16_t *)p->grad + 2 * k * p->stride + p->start + output;
-        words_of(first, 2 * k + 1 < p->tokens ? first + p->stride : 0, p->count - output, words);
+        const uint16_t *first = (const uint16_t *)p->grad + 2 * k * p->outputs + p->start + output;
+        words_of(first, 2 * k + 1 < p->tokens ? first + p->outputs : 0, p->count - output, words);
+        for (int i = 0; i < 2; i++) {
+            const uvec both = (uvec)load(words, i * LANES, 0);
+            sums[i] += (vec)(both << 16) + (vec)(both & 0xffff0000);
+        }
         for (int64_t tile = 0; tile < PANEL_OUTPUTS / FEW_ROWS; tile++)
             memcpy(to + (tile * pairs + k) * FEW_ROWS, words + tile * FEW_ROWS, FEW_ROWS * sizeof *words);
     }
+    if (p->bias) memcpy(p->bias + p->start + output, sums, (size_t)sooner(p->count - output, PANEL_OUTPUTS) * sizeof *words);
 }
 
 /* Add the products of `pairs` pairs of tokens to the sums of FEW_ROWS outputs, [FEW_ROWS, PANEL_OUTPUTS]. */
@@ -64,11 +71,16 @@ INLINE void gradient_tile(const float *grad, const float *x, int64_t pairs, floa
     UNROLL_ALL for (int i = 0; i < 2 * FEW_ROWS; i++) store(sums, i * LANES, total[i], 0);
 }
 
-INLINE void settle_row(const weight_gradient *p, float *total, const float *sums, int64_t count) {
+/* Add the sums of an output at `count` inputs to the total of its layer. */
+INLINE void settle_output(const weight_gradient *p, int64_t output, int64_t input, const float *sums, int64_t count) {
+    const int64_t *layer = p->totals;
+    for (; output >= layer[1]; layer += 3) output -= layer[1];
+    float *total = (float *)layer[0] + output * p->inputs + input;
+    const int64_t fresh = layer[2];
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES)
-        store(total, i, p->fresh ? load(sums, i, 0) : load(total, i, 0) + load(sums, i, 0), 0);
-    for (; i < count; i++) total[i] = p->fresh ? sums[i] : total[i] + sums[i];
+        store(total, i, fresh ? load(sums, i, 0) : load(total, i, 0) + load(sums, i, 0), 0);
+    for (; i < count; i++) total[i] = fresh ? sums[i] : total[i] + sums[i];
 }
 
 /* The gradient of a block of outputs at PANEL_OUTPUTS inputs. */
@@ -95,7 +107,7 @@ static void gradient_panel(void *what, int64_t item, int thread) {
         }
     }
     for (int64_t o = output; o < sooner(end, p->count); o++)
-        settle_row(p, p->total + (p->start + o) * p->inputs + input, sums + (o - output) * PANEL_OUTPUTS, count);
+        settle_output(p, p->start + o, input, sums + (o - output) * PANEL_OUTPUTS, count);
 }
 
 void cohort_weight_gradient(weight_gradient *p) {

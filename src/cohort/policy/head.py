@@ -27,7 +27,7 @@ from torch.nn import functional
 from cohort.native import call
 from cohort.policy.anatomy import soft_cap
 from cohort.policy.device import kind_of
-from cohort.policy.narrow import add_gradient, takes_in_place
+from cohort.policy.narrow import add_gradients, takes_in_place
 from cohort.policy.rows import Distribution
 
 CHUNK_TOKENS = 512
@@ -252,7 +252,7 @@ class _DrawnLogps(torch.autograd.Function):
                 grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
                 if grad_weight is not None:
                     hidden_rows_CH = in_like_shapes(hidden_CH.to(head.compute))
-                    add_gradient(grad_weight, grad_rows_CV, hidden_rows_CH, fresh=fresh, native=states.native)
+                    add_gradients([grad_weight], grad_rows_CV, hidden_rows_CH, fresh=[fresh], native=states.native)
                     fresh = False
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0, dtype=grad_bias.dtype)

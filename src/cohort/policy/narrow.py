@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.native import call, has_pairs, require, room, whole_rows
+from cohort.native import call, has_pairs, require, room
 
 PANEL, HELD = 32, 4096
 """Numbers of the kernels: outputs that are laid out together, and most of them whose words weight_gradient.c holds."""
@@ -143,12 +143,12 @@ class _Linear(torch.autograd.Function):
         (x,), (weights, matrix) = ctx.saved_tensors, ctx.rest
         grad_x = matrix.inputs(grad) if ctx.needs_input_grad[0] else None
         grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        for weight, grad_of in zip(weights, grad_TO.split([len(weight) for weight in weights], dim=1), strict=True):
-            fresh = weight.grad is None
-            if fresh:
+        fresh = [weight.grad is None for weight in weights]
+        for weight in weights:
+            if weight.grad is None:
                 weight.grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
-            add_gradient(weight.grad, grad_of, x_TI, fresh=fresh, native=True)
-        grad_bias = grad_TO.sum(0, dtype=weights[0].dtype) if ctx.needs_input_grad[2] else None
+        grad_bias = grad_TO.new_empty(grad_TO.shape[1], dtype=weights[0].dtype) if ctx.needs_input_grad[2] else None
+        add_gradients([weight.grad for weight in weights], grad_TO, x_TI, fresh=fresh, native=True, bias_O=grad_bias)
         return grad_x, None, grad_bias, *[None] * len(weights)
 
 
@@ -168,30 +168,48 @@ def add_narrow(total: Tensor, part: Tensor) -> None:
         total += part
 
 
-def add_gradient(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, fresh: bool = False, native: bool = False) -> None:
-    """``total += grad^T x``, the gradient of a linear layer's matrix.
+def add_gradients(
+    totals: Sequence[Tensor],
+    grad_TO: Tensor,
+    x_TI: Tensor,
+    *,
+    fresh: Sequence[bool] = (False,),
+    native: bool = False,
+    bias_O: Tensor | None = None,
+) -> None:
+    """``total += grad^T x``, the gradient of a linear layer's matrix, for layers side by side.
 
     Args:
-        total_OI: in float32 or wider.
-        grad_TO: the gradient of the layer's output, over tokens T.
-        x_TI: its input, of the same dtype.
-        fresh: the total holds nothing yet; it is written.
+        totals: of each layer, ``[its outputs, I]`` in float32 or wider.
+        grad_TO: the gradient of the layers' outputs, over tokens T.
+        x_TI: their input, of the same dtype.
+        fresh: a total holds nothing yet; it is written.
         native: native kernels may compute it.
+        bias_O: where the sums of ``grad_TO`` over tokens are written, in float32 or wider. None: nowhere.
     """
     (tokens, outputs), inputs = grad_TO.shape, x_TI.shape[1]
-    narrow = total_OI.dtype == torch.float32 and grad_TO.dtype == x_TI.dtype == torch.bfloat16
-    plain = total_OI.device.type == "cpu" and total_OI.is_contiguous()
+    written = [*totals] if bias_O is None else [*totals, bias_O]
+    narrow = all(each.dtype == torch.float32 for each in written) and grad_TO.dtype == x_TI.dtype == torch.bfloat16
+    plain = all(each.device.type == "cpu" and each.is_contiguous() for each in written)
     if native and narrow and plain and tokens and has_pairs():
-        require(total_OI.shape == (outputs, inputs) and len(x_TI) == tokens, "a total of outputs and inputs")
-        words = room(-(-min(outputs, HELD) // PANEL) * PANEL * -(-tokens // 2))
-        grad_TO = whole_rows(grad_TO)
+        fits = sum(map(len, totals)) == outputs and all(total.shape[1] == inputs for total in totals)
+        require(fits and len(x_TI) == tokens, "a total of outputs and inputs")
+        rows = [[total.data_ptr(), len(total), new] for total, new in zip(totals, fresh, strict=True)]
         call(
-            "weight_gradient", ["grad"], total=total_OI, grad=grad_TO, x=x_TI.contiguous(), words=words,
-            tokens=tokens, outputs=outputs, stride=grad_TO.stride(0), inputs=inputs, fresh=fresh,
+            "weight_gradient", grad=grad_TO.contiguous(), x=x_TI.contiguous(), totals=torch.tensor(rows), bias=bias_O,
+            words=room(-(-min(outputs, HELD) // PANEL) * PANEL * -(-tokens // 2)), tokens=tokens, outputs=outputs,
+            inputs=inputs,
         )  # fmt: skip
         return
-    if fresh:
-        total_OI.zero_()
+    if bias_O is not None:
+        torch.sum(grad_TO, 0, dtype=bias_O.dtype, out=bias_O)
+    for total_OI, grad, new in zip(totals, grad_TO.split([*map(len, totals)], dim=1), fresh, strict=True):
+        _add_gradient(total_OI.zero_() if new else total_OI, grad, x_TI, native=native)
+
+
+def _add_gradient(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, native: bool) -> None:
+    """``total += grad^T x`` by torch."""
+    outputs, inputs = total_OI.shape
     if grad_TO.dtype == total_OI.dtype:
         total_OI.addmm_(grad_TO.mT, x_TI)
         return
