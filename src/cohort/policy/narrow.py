@@ -1,9 +1,11 @@
 """Linear layers of an update that compute in half precision over float32 weights, on a CPU.
 
 As under autocast, each weight is cast once per update, and products are in half precision with float32 sums. Autocast
-rounds a weight's gradient to half precision, makes a float32 copy of it and adds that to ``.grad``. Here a kernel adds
-the sums as they are, on processors that multiply pairs of bfloat16 numbers. On others, it adds what autocast adds,
-without the copy.
+rounds a weight's gradient to half precision, makes a float32 copy of it and adds that to ``.grad``.
+
+On processors that multiply pairs of bfloat16 numbers, kernels compute all three products of a layer. They read the
+weights from two packed copies, one for each direction, and add a weight's gradient as it is. On others, torch computes
+the products, and a kernel adds the gradient that autocast adds, without the copy.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ class _Matrix:
         y = x.new_empty(*x.shape[:-1], outputs)
         x = (functional.pad(x, (0, 1)) if inputs % 2 else x).contiguous()
         sizes = {"rows": y.numel() // outputs, "out": outputs, "in": inputs + inputs % 2}
-        call("many_rows", packed=packed, x=x, bias=bias, y=y, **sizes)
+        call("many_rows", y=y, x=x, packed=packed, bias=bias, **sizes)
         return y
 
 
