@@ -17,17 +17,11 @@ static void pack_outputs(void *what, int64_t number, int thread) {
     const packing *p = what;
     const int64_t pairs = (p->out + 1) / 2, panels = (p->in + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
     const char *first = row_of(p, 2 * number), *second = 2 * number + 1 < p->out ? row_of(p, 2 * number + 1) : 0;
+    const int half = (int)p->narrow;
     (void)thread;
     for (int64_t i = 0; i < panels * PANEL_OUTPUTS; i += LANES) {
         const int64_t count = later(sooner(p->in - i, LANES), 0);
-        vec low, high = {0};
-        if (p->narrow) {
-            low = some(first, i, count, 1);
-            if (second) high = some(second, i, count, 1);
-        } else {
-            low = some(first, i, count, 0);
-            if (second) high = some(second, i, count, 0);
-        }
+        const vec low = some(first, i, count, half), high = second ? some(second, i, count, half) : (vec){0};
         const int64_t panel = i / PANEL_OUTPUTS;
         store(p->packed, (panel * pairs + number) * PANEL_OUTPUTS + i % PANEL_OUTPUTS, pair(low, high), 0);
     }

@@ -46,7 +46,7 @@ static void grad_words(void *what, int64_t panel, int thread) {
     for (int64_t k = 0; k < pairs; k++) {
         const uint16_t *first = (const uint16_t *)p->grad + 2 * k * p->outputs + p->start + output;
         words_of(first, 2 * k + 1 < p->tokens ? first + p->outputs : 0, p->count - output, words);
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; p->bias && i < 2; i++) {
             const uvec both = (uvec)load(words, i * LANES, 0);
             sums[i] += (vec)(both << 16) + (vec)(both & 0xffff0000);
         }

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.native import call, has_pairs, require, room
+from cohort.native import call, empty_packed, has_pairs, pack, packed_bias, require, room
 
 PANEL, HELD = 32, 4096
 """Numbers of the kernels: outputs that are laid out together, and most of them whose words weight_gradient.c holds."""
@@ -73,15 +73,15 @@ class _Matrix:
     precision: in the layouts of the kernels (packed_product.c), or as they are for torch."""
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.weights, self.bias = weights, None if bias is None else bias.detach().to(dtype)
+        self.weights = weights
         self.shape = sum(map(len, weights)), weights[0].shape[1]
         self.native = dtype == torch.bfloat16 and has_pairs()
         if self.native:
-            self.copy = self._packed("pack", *self.shape)
+            self.copy = self._packed()
             self.transposed: Tensor | None = None
-            if self.bias is not None:
-                self.bias = functional.pad(self.bias.float(), (0, -len(self.bias) % PANEL))
+            self.bias = None if bias is None else packed_bias(bias.detach(), self.copy)
         else:
+            self.bias = None if bias is None else bias.detach().to(dtype)
             self.copy = torch.empty(self.shape, dtype=dtype)
             for part, weight in zip(self.copy.split([*map(len, weights)]), weights, strict=True):
                 part.copy_(weight)
@@ -97,15 +97,13 @@ class _Matrix:
         if not self.native:
             return grad @ self.copy
         if self.transposed is None:
-            self.transposed = self._packed("pack_transposed", *reversed(self.shape))
+            self.transposed = self._packed(transposed=True)
         return self._product(grad, self.transposed, None, *reversed(self.shape))
 
-    def _packed(self, kernel: str, outputs: int, inputs: int) -> Tensor:
-        weights = [weight.contiguous() for weight in self.weights]
-        packed = torch.empty(-(-outputs // PANEL), -(-inputs // 2), PANEL, 2, dtype=torch.bfloat16)
-        parts = torch.tensor([[weight.data_ptr(), len(weight)] for weight in weights])
-        sizes = dict(zip(("out", "in"), self.shape, strict=True))
-        call(kernel, packed=packed, parts=parts, count=len(weights), **sizes)
+    def _packed(self, *, transposed: bool = False) -> Tensor:
+        outputs, inputs = reversed(self.shape) if transposed else self.shape
+        packed = empty_packed(outputs, inputs)
+        pack(packed, [weight.contiguous() for weight in self.weights], transposed=transposed)
         return packed
 
     @staticmethod
@@ -185,7 +183,7 @@ def add_gradients(
         totals: of each layer, ``[its outputs, I]`` in float32 or wider.
         grad_TO: the gradient of the layers' outputs, over tokens T.
         x_TI: their input, of the same dtype.
-        fresh: a total holds nothing yet; it is written.
+        fresh: of each total, whether it holds nothing yet; then it is written.
         native: native kernels may compute it.
         bias_O: where the sums of ``grad_TO`` over tokens are written, in float32 or wider. None: nowhere.
     """

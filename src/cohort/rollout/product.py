@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cohort.native import call, has_pairs, load, require, room, structure, threads_for
+from cohort.native import (
+    call,
+    empty_packed,
+    has_pairs,
+    load,
+    pack,
+    packed_bias,
+    require,
+    room,
+    structure,
+    threads_for,
+)
 
 CHUNK = 64
 """Rows that the kernel works on at a time."""
@@ -65,9 +76,7 @@ class PackedProduct:
 
     def __init__(self, widths: Sequence[int], inputs: int) -> None:
         self._widths, self._in, self._out = list(widths), inputs, sum(widths)
-        panel = 2 * load().cohort_lanes()
-        panels = -(-self._out // panel)
-        self._packed = torch.empty(panels, -(-inputs // 2), panel, 2, dtype=torch.bfloat16)
+        self._packed = empty_packed(self._out, inputs)
         self._bias: Tensor | None = None
         self._call = structure("packed_product")(packed=self._packed.data_ptr(), out=self._out)
         self._call.__setattr__("in", inputs + inputs % 2)
@@ -84,15 +93,9 @@ class PackedProduct:
         """Read matrices, ``[out_i, in]`` in float32 or bfloat16, and the bias of all outputs, rounded to bfloat16."""
         require(self.takes(weights), "contiguous float32 or bfloat16 matrices on the CPU")
         require([tuple(w.shape) for w in weights] == [(n, self._in) for n in self._widths], "matrices as announced")
-        parts = torch.tensor([[w.data_ptr(), len(w)] for w in weights])
-        call(
-            "pack", parts=parts, packed=self._packed, count=len(weights), out=self._out,
-            narrow=weights[0].dtype == torch.bfloat16, threads=threads_for(self._packed.numel()), **{"in": self._in},
-        )  # fmt: skip
-        if bias is not None:
-            bias = functional.pad(bias.bfloat16().float(), (0, -self._out % self._packed.shape[2]))
-        self._bias = bias
-        self._call.bias = None if bias is None else bias.data_ptr()
+        pack(self._packed, weights)
+        self._bias = None if bias is None else packed_bias(bias, self._packed)
+        self._call.bias = None if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[S, in]`` to ``[S, all outputs]``, both in bfloat16."""
