@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cohort.native import Unavailable, load
-from cohort.policy import CompletionStates, Head, head
+from cohort.policy import CompletionStates, Head
 from cohort.policy.fused import Fused
 from tests.conftest import each
 from tests.policy.plain import distribution_of, random_supports, threads
@@ -297,9 +297,9 @@ def with_gradients(hidden, linear, targets, native, **settings):
 )
 def test_the_head_is_torchs(monkeypatch, name, vocabulary, compute):
     """From the same logits. 5003 tokens are more than one block of sums, and 11 such rows more than one thread's share."""
-    monkeypatch.setattr(head, "CHUNK_TOKENS", 4)
     settings = HEADS[name]
     parts = head_parts(vocabulary, bias=settings.get("bias", False))
+    monkeypatch.setattr(CompletionStates, "chunk", 4)
     found, grads = with_gradients(*parts, True, compute=compute, **settings)
     expected, expected_grads = with_gradients(*parts, None, compute=compute, **settings)
     for one, other in zip(found, expected, strict=True):

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from cohort.native import Unavailable, has_pairs, load
-from cohort.policy import CompletionStates, Head, Policy, enable_checkpointing, head
+from cohort.policy import CompletionStates, Head, Policy, enable_checkpointing
 from cohort.policy.narrow import _Matrix, add_gradients, add_narrow, narrow_linears, outputs_beside
+from cohort.train.memory import LiveBytes
 from tests.conftest import each
 from tests.policy.plain import MIXED, distribution_of, threads, tiny_llama
 
@@ -275,18 +276,31 @@ def test_kernels_that_are_switched_off_are_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("compute", [torch.float32, HALF])
-@each("kept", [4 * VOCABULARY, 2**26])
-def test_kept_logits_change_no_bit_and_serve_one_backward_pass(monkeypatch, compute, kept):
-    """Those of the last chunk or two, or all. The second pass finds nothing kept: the logits were written over."""
-    monkeypatch.setattr(head, "CHUNK_TOKENS", 2)
+@each("chunk", [2, 9])
+def test_kept_logits_change_no_bit_and_serve_one_backward_pass(monkeypatch, compute, chunk):
+    """Those of the last chunk, or all. The second pass finds nothing kept: the logits were written over."""
+    monkeypatch.setattr(CompletionStates, "chunk", chunk)
+    computed = []
+    monkeypatch.setattr(Head, "product", lambda *given, real=Head.product: computed.append(1) or real(*given))
     hidden, linear = torch.randn(9, 6, requires_grad=True), nn.Linear(6, VOCABULARY, bias=False)
     drawn = distribution_of([(1, 2)], [tuple(range(9))], 1.0, (), 1.0)
-    found = []
-    for most in (0, kept):
-        monkeypatch.setattr(head, "KEPT_BYTES", most)
-        logps_N = CompletionStates(hidden, Head(linear, compute, native=True), drawn).logps().logps_N
-        weighted = (logps_N * torch.arange(9)).sum()
-        once = torch.autograd.grad(weighted, (hidden, linear.weight), retain_graph=True)
-        again = torch.autograd.grad(weighted, (hidden, linear.weight))
-        found.append([logps_N.detach(), *once, *again])
-    assert all(map(torch.equal, *found))
+    logps_N = CompletionStates(hidden, Head(linear, compute, native=True), drawn).logps().logps_N
+    weighted, chunks = (logps_N * torch.arange(9)).sum(), -(-9 // chunk)
+    once = torch.autograd.grad(weighted, (hidden, linear.weight), retain_graph=True)
+    assert len(computed) == 2 * chunks - 1
+    again = torch.autograd.grad(weighted, (hidden, linear.weight))
+    assert len(computed) == 3 * chunks - 1
+    assert all(map(torch.equal, once, again))
+
+
+@pytest.mark.parametrize("compute", [torch.float32, HALF])
+def test_the_logits_of_one_chunk_exist_at_a_time(monkeypatch, compute):
+    monkeypatch.setattr(CompletionStates, "chunk", 64)
+    vocabulary, tokens = 8192, 256
+    hidden, linear = torch.randn(tokens, 2, requires_grad=True), nn.Linear(2, vocabulary, bias=False)
+    drawn = distribution_of([(1, 2)], [(5,) * tokens], 1.0, (), 1.0)
+    states, live = CompletionStates(hidden, Head(linear, compute, native=True), drawn), LiveBytes()
+    with live:
+        states.logps().logps_N.sum().backward()
+    logits, weight = 64 * vocabulary * compute.itemsize, 4 * linear.weight.numel()
+    assert logits < live.peak < logits + 3 * weight + 2**17  # the weight's copies and gradient; the tokens' numbers

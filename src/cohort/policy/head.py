@@ -5,8 +5,8 @@ With hidden state h, head W, temperature tau, and penalty and supports inside z:
     z = shape(W h) / tau        logps = z_target - log sum_v exp z_v
     d logps / d z = onehot(target) - softmax(z)
 
-Hidden states are kept for all tokens. The backward pass computes each chunk's logits again, except those of the last
-chunks, which are kept up to ``KEPT_BYTES``.
+Hidden states are kept for all tokens. The backward pass computes each chunk's logits again. Native kernels take larger
+chunks, as they need one tensor of logits, and keep those of the last chunk for the backward pass.
 
 Axis letters: N drawn tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -34,8 +34,8 @@ CHUNK_TOKENS = 512
 """Maximum number of tokens of a chunk."""
 CHUNK_LOGITS = 2**25
 """Maximum number of logits of a chunk (128 MiB in float32)."""
-KEPT_BYTES = 2**26
-"""Most memory of logits that are kept for the backward pass."""
+NATIVE_BYTES = 2**26
+"""Most memory of a chunk's logits in native kernels, unless the head's weight takes more: then as much as that."""
 LIKE_SHAPES = 64
 """On a CPU, the number of rows of a product is a multiple of this. oneDNN compiles code for every shape and keeps most
 of it until the process ends: with a shape per token count, memory would grow from step to step."""
@@ -126,14 +126,17 @@ class CompletionStates:
         """Tokens whose logits exist at the same time."""
         linear = self.head.linear
         vocabulary = self.hidden_NH.shape[1] if linear is None else linear.weight.shape[0]
-        size = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
+        size = min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
+        if self.native and linear is not None:
+            size = max(NATIVE_BYTES, linear.weight.nbytes) // (vocabulary * self.head.compute.itemsize)
+        size = max(1, size)
         return size - size % LIKE_SHAPES or size
 
     @property
     def chunks(self) -> Iterator[slice]:
-        """All tokens, chunk by chunk."""
-        size = self.chunk
-        return (slice(start, start + size) for start in range(0, len(self.distribution.targets_N), size))
+        """All tokens, chunk by chunk. The first may have fewer tokens than the others."""
+        size, count = self.chunk, len(self.distribution.targets_N)
+        return (slice(max(0, end - size), end) for end in range(count % size or size, count + 1, size))
 
     @property
     def native(self) -> bool:
@@ -202,16 +205,15 @@ class _DrawnLogps(torch.autograd.Function):
         weight = states.head.cast_weight()  # once for all chunks
         # The backward pass is next: it takes the copy and frees it.
         ctx.copy = None if states.head.linear is None or weight is states.head.linear.weight else weight
-        ctx.kept = {}
+        ctx.kept = None
         for span in states.chunks:
             if states.native and weight is not None:
                 product_CV = states.head.product(hidden_NH[span], weight)
                 names = ("logps", "entropies", "collisions", "tops", "sums")
                 logits_CV = product_CV[: len(targets_N[span])]
                 states.call_native(logits_CV, span, **dict(zip(names, found[:, span], strict=True)))
-                left = len(targets_N) - span.start
-                if ctx.needs_input_grad[0] and left * len(weight) * weight.element_size() <= KEPT_BYTES:
-                    ctx.kept[span.start] = product_CV
+                if ctx.needs_input_grad[0] and span.stop == len(targets_N):
+                    ctx.kept = product_CV
                 del product_CV, logits_CV  # one chunk's at a time
             else:
                 found[:3, span] = _statistics(hidden_NH[span], weight, states, span)
@@ -240,9 +242,9 @@ class _DrawnLogps(torch.autograd.Function):
             grad_weight = torch.empty_like(parameter) if grad_weight is None else grad_weight
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         weight, ctx.copy = head.cast_weight() if ctx.copy is None else ctx.copy, None
-        for span in reversed([*states.chunks]):  # the last ones are kept, and freed first
+        for span in reversed([*states.chunks]):  # the last one's logits are kept
             hidden_CH = hidden_NH[span]
-            kept_CV = ctx.kept.pop(span.start, None)
+            kept_CV, ctx.kept = ctx.kept, None
             grad_CV = _gradient(hidden_CH, weight, states, span, grad_N[span], ctx.tops_sums_2N[:, span], kept_CV)
             if weight is None:
                 grad_hidden_NH[span] = grad_CV
@@ -256,6 +258,7 @@ class _DrawnLogps(torch.autograd.Function):
                     fresh = False
             if grad_bias is not None:
                 grad_bias += grad_CV.sum(0, dtype=grad_bias.dtype)
+            del kept_CV, grad_CV, grad_rows_CV  # one chunk's at a time
         if grad_weight is not None and fresh:  # no tokens
             grad_weight.zero_()
         if in_place:
