@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.native import call
+from cohort.native import call, has_pairs
 from cohort.policy.anatomy import soft_cap
 from cohort.policy.device import kind_of
-from cohort.policy.narrow import add_gradients, takes_in_place
+from cohort.policy.narrow import Matrix, add_gradients, takes_in_place
 from cohort.policy.rows import Distribution
 
 CHUNK_TOKENS = 512
@@ -84,9 +84,11 @@ class Head:
         """The weight in the compute dtype."""
         return None if self.linear is None else self.linear.weight.to(self.compute)
 
-    def product(self, hidden_CH: Tensor, weight_VH: Tensor, multiple: int = LIKE_SHAPES) -> Tensor:
-        """``W h + b`` in the compute dtype; on a CPU followed by padding, see ``in_like_shapes``."""
+    def product(self, hidden_CH: Tensor, weight_VH: Tensor | Matrix, multiple: int = LIKE_SHAPES) -> Tensor:
+        """``W h + b`` in the compute dtype; of a tensor on a CPU followed by padding, see ``in_like_shapes``."""
         assert self.linear is not None
+        if isinstance(weight_VH, Matrix):
+            return weight_VH.outputs(hidden_CH.to(self.compute))
         bias_V = None if self.linear.bias is None else self.linear.bias.to(self.compute)
         with self.without_autocast():
             return functional.linear(in_like_shapes(hidden_CH.to(self.compute), multiple), weight_VH, bias_V)
@@ -143,6 +145,13 @@ class CompletionStates:
         """Whether native kernels compute log-probs of these logits. They know no cap, penalty or support."""
         plain = self.head.linear is not None and self.head.cap is None and self.distribution.is_plain
         return self.head.native and plain
+
+    def weight(self) -> Tensor | Matrix | None:
+        """The head's weight in the compute dtype; in the layouts of native kernels if they compute the products."""
+        linear, compute = self.head.linear, self.head.compute
+        if linear is None or not self.native or compute != torch.bfloat16 or not has_pairs():
+            return self.head.cast_weight()
+        return Matrix([linear.weight.detach()], linear.bias, compute)
 
     def call_native(self, logits_CV: Tensor, span: slice, **others: Tensor) -> None:
         """The kernel of update.c on a chunk's logits: statistics, or with ``grads`` their gradient in their place."""
@@ -202,12 +211,12 @@ class _DrawnLogps(torch.autograd.Function):
             lowest, highest = targets_N.aminmax()
             if lowest < 0 or highest >= len(weight_VH):
                 raise IndexError(f"completions hold ids from {lowest} to {highest}, of a head of {len(weight_VH):,}")
-        weight = states.head.cast_weight()  # once for all chunks
+        weight = states.weight()  # once for all chunks
         # The backward pass is next: it takes the copy and frees it.
         ctx.copy = None if states.head.linear is None or weight is states.head.linear.weight else weight
         ctx.kept = None
         for span in states.chunks:
-            if states.native and weight is not None:
+            if isinstance(weight, Matrix) or (states.native and weight is not None):
                 product_CV = states.head.product(hidden_NH[span], weight)
                 names = ("logps", "entropies", "collisions", "tops", "sums")
                 logits_CV = product_CV[: len(targets_N[span])]
@@ -241,7 +250,7 @@ class _DrawnLogps(torch.autograd.Function):
             fresh = grad_weight is None
             grad_weight = torch.empty_like(parameter) if grad_weight is None else grad_weight
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
-        weight, ctx.copy = head.cast_weight() if ctx.copy is None else ctx.copy, None
+        weight, ctx.copy = states.weight() if ctx.copy is None else ctx.copy, None
         for span in reversed([*states.chunks]):  # the last one's logits are kept
             hidden_CH = hidden_NH[span]
             kept_CV, ctx.kept = ctx.kept, None
@@ -249,11 +258,14 @@ class _DrawnLogps(torch.autograd.Function):
             if weight is None:
                 grad_hidden_NH[span] = grad_CV
                 continue
-            grad_rows_CV = in_like_shapes(grad_CV.to(head.compute))
             with head.without_autocast():
-                grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
+                grad_rows_CV, hidden_rows_CH = grad_CV.to(head.compute), hidden_CH.to(head.compute)
+                if isinstance(weight, Matrix):
+                    grad_hidden_NH[span] = weight.inputs(grad_rows_CV, last=span.start == 0)
+                else:
+                    grad_rows_CV, hidden_rows_CH = in_like_shapes(grad_rows_CV), in_like_shapes(hidden_rows_CH)
+                    grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
                 if grad_weight is not None:
-                    hidden_rows_CH = in_like_shapes(hidden_CH.to(head.compute))
                     add_gradients([grad_weight], grad_rows_CV, hidden_rows_CH, fresh=[fresh], native=states.native)
                     fresh = False
             if grad_bias is not None:
@@ -275,7 +287,7 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 def _gradient(
     hidden_CH: Tensor,
-    weight_VH: Tensor | None,
+    weight_VH: Tensor | Matrix | None,
     states: CompletionStates,
     span: slice,
     grad_C: Tensor,
@@ -285,7 +297,7 @@ def _gradient(
     """The gradient of a chunk's ``Head.product``, padding included, or of its logits. ``kept_CV``: that product, which
     is overwritten; None: compute it again."""
     head, targets_C = states.head, states.distribution.targets_N[span]
-    if states.native and weight_VH is not None:
+    if isinstance(weight_VH, Matrix) or (states.native and weight_VH is not None):
         grad_CV = head.product(hidden_CH, weight_VH) if kept_CV is None else kept_CV
         count, (tops_C, sums_C) = len(hidden_CH), tops_sums_2C
         states.call_native(grad_CV[:count], span, tops=tops_C, sums=sums_C, grads=grad_C)

@@ -50,7 +50,7 @@ class _Narrow:
 
     def __init__(self, module: nn.Linear, dtype: torch.dtype) -> None:
         self.module, self.dtype = module, dtype
-        self.matrices: dict[int, _Matrix] = {}
+        self.matrices: dict[int, Matrix] = {}
         """Its own, and that of layers side by side of which it is the first, by the number of layers."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -63,12 +63,12 @@ class _Narrow:
         weights, biases = [layer.module.weight for layer in layers], [layer.module.bias for layer in layers]
         bias = biases[0] if len(layers) == 1 or biases[0] is None else torch.cat([*biases])
         if len(layers) not in self.matrices:
-            self.matrices[len(layers)] = _Matrix([weight.detach() for weight in weights], bias, self.dtype)
+            self.matrices[len(layers)] = Matrix([weight.detach() for weight in weights], bias, self.dtype)
         out: Tensor = _Linear.apply(x.to(self.dtype), self.matrices[len(layers)], bias, *weights)  # type: ignore[no-untyped-call]
         return out
 
 
-class _Matrix:
+class Matrix:
     """Weights of layers with one input below each other, ``[outputs, inputs]``, and their biases, rounded to half
     precision: in the layouts of the kernels (packed_product.c), or as they are for torch."""
 
@@ -77,7 +77,7 @@ class _Matrix:
         self.shape = sum(map(len, weights)), weights[0].shape[1]
         self.native = dtype == torch.bfloat16 and has_pairs()
         if self.native:
-            self.copy = self._packed()
+            self.copy: Tensor | None = self._packed()
             self.transposed: Tensor | None = None
             self.bias = None if bias is None else packed_bias(bias.detach(), self.copy)
         else:
@@ -88,14 +88,18 @@ class _Matrix:
 
     def outputs(self, x: Tensor) -> Tensor:
         """``x W^T + b``."""
+        assert self.copy is not None
         if not self.native:
             return functional.linear(x, self.copy, self.bias)
         return self._product(x, self.copy, self.bias, *self.shape)
 
-    def inputs(self, grad: Tensor) -> Tensor:
-        """``grad W``, the gradient of x."""
+    def inputs(self, grad: Tensor, *, last: bool = False) -> Tensor:
+        """``grad W``, the gradient of x. ``last``: no product follows, so the memory of outputs is freed before."""
         if not self.native:
+            assert self.copy is not None
             return grad @ self.copy
+        if last:
+            self.copy = None
         if self.transposed is None:
             self.transposed = self._packed(transposed=True)
         return self._product(grad, self.transposed, None, *reversed(self.shape))
@@ -132,7 +136,7 @@ class _Linear(torch.autograd.Function):
     """``x W^T + b`` of layers side by side. The gradients of their weights are added to ``.grad``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: _Matrix, _bias: Tensor | None, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: Matrix, _bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.rest = weights, matrix  # the parameters themselves: a saved tensor may be another object
         return matrix.outputs(x)
