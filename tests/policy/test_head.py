@@ -148,14 +148,16 @@ def test_the_size_of_chunks(monkeypatch):
 @pytest.mark.parametrize(
     ("width", "compute", "ends"), [(4, torch.float32, [1, 5, 9, 13, 17, 21]), (8, torch.bfloat16, [5, 21])]
 )
-def test_chunks_of_native_kernels_have_the_weights_bytes(monkeypatch, width, compute, ends):
+def test_chunks_of_native_kernels_have_at_most_the_weights_bytes(monkeypatch, width, compute, ends):
     """By hand: rows of V numbers in V * width * 4 bytes, 4 or 16 rows; 21 tokens are cut from the end."""
-    monkeypatch.setattr(head, "NATIVE_BYTES", 1)
+    monkeypatch.setattr(head, "KEPT_BYTES", 1)
     drawn = distribution_of([(1,)], [(2,) * 21], 1.0, (), 1.0)
     states = CompletionStates(torch.zeros(21, width), Head(nn.Linear(width, 5), compute, native=True), drawn)
     assert [*states.chunks] == [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
-    monkeypatch.setattr(head, "NATIVE_BYTES", 5 * 70 * compute.itemsize)
+    monkeypatch.setattr(head, "KEPT_BYTES", 5 * 70 * compute.itemsize)
     assert states.chunk == 64  # a multiple of 64
+    monkeypatch.setattr(head, "KEPT_BYTES", 2**20)
+    assert states.chunk == 1024
 
 
 def test_the_penalty_of_logits_that_are_zero_by_hand():

@@ -276,26 +276,29 @@ def test_kernels_that_are_switched_off_are_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize("compute", [torch.float32, HALF])
-@each("chunk", [2, 9])
-def test_kept_logits_change_no_bit_and_serve_one_backward_pass(monkeypatch, compute, chunk):
-    """Those of the last chunk, or all. The second pass finds nothing kept: the logits were written over."""
+@each(("chunk", "kept", "products"), [(2, 1, (5, 10, 15)), (2, 4, (5, 8, 13)), (4, 9, (3, 3, 6))])
+def test_kept_logits_change_no_bit_and_serve_one_backward_pass(monkeypatch, compute, chunk, kept, products):
+    """None, those of the last two chunks, or all. The second pass finds nothing kept: the logits were written over."""
     monkeypatch.setattr(CompletionStates, "chunk", chunk)
+    monkeypatch.setattr(Head, "kept_tokens", kept)
     computed = []
     monkeypatch.setattr(Head, "product", lambda *given, real=Head.product: computed.append(1) or real(*given))
     hidden, linear = torch.randn(9, 6, requires_grad=True), nn.Linear(6, VOCABULARY, bias=False)
     drawn = distribution_of([(1, 2)], [tuple(range(9))], 1.0, (), 1.0)
     logps_N = CompletionStates(hidden, Head(linear, compute, native=True), drawn).logps().logps_N
-    weighted, chunks = (logps_N * torch.arange(9)).sum(), -(-9 // chunk)
+    weighted, counts = (logps_N * torch.arange(9)).sum(), [len(computed)]
     once = torch.autograd.grad(weighted, (hidden, linear.weight), retain_graph=True)
-    assert len(computed) == 2 * chunks - 1
+    counts.append(len(computed))
     again = torch.autograd.grad(weighted, (hidden, linear.weight))
-    assert len(computed) == 3 * chunks - 1
+    assert (*counts, len(computed)) == products
     assert all(map(torch.equal, once, again))
 
 
 @pytest.mark.parametrize("compute", [torch.float32, HALF])
 def test_the_logits_of_one_chunk_exist_at_a_time(monkeypatch, compute):
+    """With as many kept as a chunk has."""
     monkeypatch.setattr(CompletionStates, "chunk", 512)
+    monkeypatch.setattr(Head, "kept_tokens", 512)
     vocabulary, tokens = 8192, 2048
     hidden, linear = torch.randn(tokens, 32, requires_grad=True), nn.Linear(32, vocabulary, bias=False)
     drawn = distribution_of([(1, 2)], [(5,) * tokens], 1.0, (), 1.0)

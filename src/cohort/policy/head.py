@@ -5,8 +5,8 @@ With hidden state h, head W, temperature tau, and penalty and supports inside z:
     z = shape(W h) / tau        logps = z_target - log sum_v exp z_v
     d logps / d z = onehot(target) - softmax(z)
 
-Hidden states are kept for all tokens. The backward pass computes each chunk's logits again. Native kernels take larger
-chunks, as they need one tensor of logits, and keep those of the last chunk for the backward pass.
+Hidden states are kept for all tokens. The backward pass computes each chunk's logits again, except those of the last
+chunks, which native kernels keep (``Head.kept_tokens``).
 
 Axis letters: N drawn tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """
@@ -34,8 +34,10 @@ CHUNK_TOKENS = 512
 """Maximum number of tokens of a chunk."""
 CHUNK_LOGITS = 2**25
 """Maximum number of logits of a chunk (128 MiB in float32)."""
-NATIVE_BYTES = 2**26
-"""Most memory of a chunk's logits in native kernels, unless the head's weight takes more: then as much as that."""
+NATIVE_TOKENS = 1024
+"""Maximum number of tokens of a chunk in native kernels, which need one tensor of logits."""
+KEPT_BYTES = 2**26
+"""Most memory of logits in native kernels, unless the head's weight takes more: then as much as that."""
 LIKE_SHAPES = 64
 """On a CPU, the number of rows of a product is a multiple of this. oneDNN compiles code for every shape and keeps most
 of it until the process ends: with a shape per token count, memory would grow from step to step."""
@@ -73,6 +75,17 @@ class Head:
     """Whether native kernels compute log-probs."""
     own_dtype: bool = False
     """Whether ``compute`` is not the dtype of the rest of the model, to which autocast would convert the products."""
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens whose logits exist at the same time in native kernels, which keep them for the backward pass."""
+        assert self.linear is not None
+        return max(1, max(KEPT_BYTES, self.linear.weight.nbytes) // self.native_bytes)
+
+    @property
+    def native_bytes(self) -> int:
+        """Bytes of a token's logits in native kernels; 0: it has no matrix, or torch computes log-probs."""
+        return len(self.linear.weight) * self.compute.itemsize if self.linear is not None and self.native else 0
 
     def without_autocast(self) -> AbstractContextManager[None]:
         """A block whose products are computed in the dtype of their factors."""
@@ -128,10 +141,9 @@ class CompletionStates:
         """Tokens whose logits exist at the same time."""
         linear = self.head.linear
         vocabulary = self.hidden_NH.shape[1] if linear is None else linear.weight.shape[0]
-        size = min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)
-        if self.native and linear is not None:
-            size = max(NATIVE_BYTES, linear.weight.nbytes) // (vocabulary * self.head.compute.itemsize)
-        size = max(1, size)
+        size = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
+        if self.native:
+            size = min(NATIVE_TOKENS, self.head.kept_tokens)
         return size - size % LIKE_SHAPES or size
 
     @property
@@ -214,15 +226,15 @@ class _DrawnLogps(torch.autograd.Function):
         weight = states.weight()  # once for all chunks
         # The backward pass is next: it takes the copy and frees it.
         ctx.copy = None if states.head.linear is None or weight is states.head.linear.weight else weight
-        ctx.kept = None
+        ctx.kept = {}
         for span in states.chunks:
             if isinstance(weight, Matrix) or (states.native and weight is not None):
                 product_CV = states.head.product(hidden_NH[span], weight)
                 names = ("logps", "entropies", "collisions", "tops", "sums")
                 logits_CV = product_CV[: len(targets_N[span])]
                 states.call_native(logits_CV, span, **dict(zip(names, found[:, span], strict=True)))
-                if ctx.needs_input_grad[0] and span.stop == len(targets_N):
-                    ctx.kept = product_CV
+                if ctx.needs_input_grad[0] and len(targets_N) - span.start <= states.head.kept_tokens:
+                    ctx.kept[span.start] = product_CV
                 del product_CV, logits_CV  # one chunk's at a time
             else:
                 found[:3, span] = _statistics(hidden_NH[span], weight, states, span)
@@ -251,9 +263,9 @@ class _DrawnLogps(torch.autograd.Function):
             grad_weight = torch.empty_like(parameter) if grad_weight is None else grad_weight
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         weight, ctx.copy = states.weight() if ctx.copy is None else ctx.copy, None
-        for span in reversed([*states.chunks]):  # the last one's logits are kept
+        for span in reversed([*states.chunks]):  # the last ones are kept, and freed first
             hidden_CH = hidden_NH[span]
-            kept_CV, ctx.kept = ctx.kept, None
+            kept_CV = ctx.kept.pop(span.start, None)
             grad_CV = _gradient(hidden_CH, weight, states, span, grad_N[span], ctx.tops_sums_2N[:, span], kept_CV)
             if weight is None:
                 grad_hidden_NH[span] = grad_CV

@@ -129,8 +129,9 @@ def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, lon
     cut = can_cut(policy.passes)
     whole = min(longest_completion, max(given or most, FEWEST_TOKENS)) if cut else longest_completion
     longest = peak_bytes(policy, longest_prompt, whole)
-    # Gradients and the head's chunk do not grow with the budget.
+    # Gradients do not grow with the budget, logits to a bound.
     fixed = max(0.0, longest - per_token * (longest_prompt + whole) / 2)
+    fixed += max(0, _logits_bytes(policy, given or most) - _logits_bytes(policy, whole))
     free = free_bytes(policy.device)
     tokens = given
     if tokens is None:
@@ -151,10 +152,20 @@ def _peak_in_pieces(policy: Policy, prompt_length: int, completion_length: int, 
     between two short completions may say too little of long ones. It counts where it is larger, as with the states of
     recurrent layers, which each piece keeps."""
     small, large = (min(count * PROBED_PIECE, completion_length) for count in PROBED_PIECES)
-    few, many = (peak_bytes(policy, prompt_length, length, most_tokens=PROBED_PIECE) for length in (small, large))
+    few, many = (
+        peak_bytes(policy, prompt_length, length, most_tokens=PROBED_PIECE) - _logits_bytes(policy, length)
+        for length in (small, large)
+    )
     known, share = (memory_of_token(policy.passes) if can_cut(policy.passes) else None) or (0, 1.0)
     slope = max(known, (many - few) / max(1, large - small))
+    many += _logits_bytes(policy, completion_length)
     return int(many + slope * (completion_length - large) + share * per_token * (piece - PROBED_PIECE))
+
+
+def _logits_bytes(policy: Policy, tokens: int) -> int:
+    """Most bytes of logits that native kernels have at a time, of so many tokens."""
+    head = getattr(policy.passes, "head", None)
+    return min(tokens, head.kept_tokens) * head.native_bytes if head is not None and head.native_bytes else 0
 
 
 def peak_bytes(
