@@ -299,7 +299,7 @@ def test_the_head_is_torchs(monkeypatch, name, vocabulary, compute):
     """From the same logits. 5003 tokens are more than one block of sums, and 11 such rows more than one thread's share."""
     settings = HEADS[name]
     parts = head_parts(vocabulary, bias=settings.get("bias", False))
-    monkeypatch.setattr(CompletionStates, "chunk", 4)
+    monkeypatch.setattr(CompletionStates, "drawn_chunk", 4)
     found, grads = with_gradients(*parts, True, compute=compute, **settings)
     expected, expected_grads = with_gradients(*parts, None, compute=compute, **settings)
     for one, other in zip(found, expected, strict=True):

@@ -153,11 +153,12 @@ def test_chunks_of_native_kernels_have_at_most_the_weights_bytes(monkeypatch, wi
     monkeypatch.setattr(head, "KEPT_BYTES", 1)
     drawn = distribution_of([(1,)], [(2,) * 21], 1.0, (), 1.0)
     states = CompletionStates(torch.zeros(21, width), Head(nn.Linear(width, 5), compute, native=True), drawn)
-    assert [*states.chunks] == [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
+    assert [*states.chunks(states.drawn_chunk)] == [slice(start, end) for start, end in itertools.pairwise([0, *ends])]
     monkeypatch.setattr(head, "KEPT_BYTES", 5 * 70 * compute.itemsize)
-    assert states.chunk == 64  # a multiple of 64
+    assert states.drawn_chunk == 64  # a multiple of 64
     monkeypatch.setattr(head, "KEPT_BYTES", 2**20)
-    assert states.chunk == 1024
+    assert states.drawn_chunk == 1024
+    assert states.chunk == 512  # of torch, whose logits are in float32
 
 
 def test_the_penalty_of_logits_that_are_zero_by_hand():
@@ -284,7 +285,11 @@ def test_no_logits_are_kept(settings):
     assert kept[800] - kept[400] <= 400 * 4 * 4 + 64
 
 
-@pytest.mark.parametrize(("settings", "term"), [(CASES[0], "logps"), (CASES[1], "logps"), (CASES[1], "entropy")])
+@pytest.mark.parametrize(
+    ("settings", "term"),
+    # Terms are torch's where native kernels compute log-probs, too.
+    [(CASES[0], "logps"), (CASES[1], "logps"), (CASES[1], "entropy"), ({"native": True}, "entropy")],
+)
 def test_the_largest_tensor_is_a_chunk_of_logits(monkeypatch, settings, term):
     monkeypatch.setattr(head, "CHUNK_TOKENS", 64)
     for tokens in (400, 1200):

@@ -279,7 +279,7 @@ def test_kernels_that_are_switched_off_are_not_used(monkeypatch):
 @each(("chunk", "kept", "products"), [(2, 1, (5, 10, 15)), (2, 4, (5, 8, 13)), (4, 9, (3, 3, 6))])
 def test_kept_logits_change_no_bit_and_serve_one_backward_pass(monkeypatch, compute, chunk, kept, products):
     """None, those of the last two chunks, or all. The second pass finds nothing kept: the logits were written over."""
-    monkeypatch.setattr(CompletionStates, "chunk", chunk)
+    monkeypatch.setattr(CompletionStates, "drawn_chunk", chunk)
     monkeypatch.setattr(Head, "kept_tokens", kept)
     computed = []
     monkeypatch.setattr(Head, "product", lambda *given, real=Head.product: computed.append(1) or real(*given))
@@ -297,7 +297,7 @@ def test_kept_logits_change_no_bit_and_serve_one_backward_pass(monkeypatch, comp
 @pytest.mark.parametrize("compute", [torch.float32, HALF])
 def test_the_logits_of_one_chunk_exist_at_a_time(monkeypatch, compute):
     """With as many kept as a chunk has."""
-    monkeypatch.setattr(CompletionStates, "chunk", 512)
+    monkeypatch.setattr(CompletionStates, "drawn_chunk", 512)
     monkeypatch.setattr(Head, "kept_tokens", 512)
     vocabulary, tokens = 8192, 2048
     hidden, linear = torch.randn(tokens, 32, requires_grad=True), nn.Linear(32, vocabulary, bias=False)

@@ -49,6 +49,11 @@ def in_like_shapes(rows: Tensor, multiple: int = LIKE_SHAPES) -> Tensor:
     return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
 
 
+def _whole_shapes(size: int) -> int:
+    """The largest multiple up to a size; the size itself, if there is none."""
+    return size - size % LIKE_SHAPES or size
+
+
 class TokenLogps(NamedTuple):
     """Shape ``[N]`` each. Only the log-probs have a gradient."""
 
@@ -138,18 +143,19 @@ class CompletionStates:
 
     @property
     def chunk(self) -> int:
-        """Tokens whose logits exist at the same time."""
+        """Tokens whose logits torch has at the same time."""
         linear = self.head.linear
         vocabulary = self.hidden_NH.shape[1] if linear is None else linear.weight.shape[0]
-        size = max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary))
-        if self.native:
-            size = min(NATIVE_TOKENS, self.head.kept_tokens)
-        return size - size % LIKE_SHAPES or size
+        return _whole_shapes(max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)))
 
     @property
-    def chunks(self) -> Iterator[slice]:
+    def drawn_chunk(self) -> int:
+        """Tokens whose logits exist at the same time in ``logps``."""
+        return _whole_shapes(min(NATIVE_TOKENS, self.head.kept_tokens)) if self.native else self.chunk
+
+    def chunks(self, size: int) -> Iterator[slice]:
         """All tokens, chunk by chunk. The first may have fewer tokens than the others."""
-        size, count = self.chunk, len(self.distribution.targets_N)
+        count = len(self.distribution.targets_N)
         return (slice(max(0, end - size), end) for end in range(count % size or size, count + 1, size))
 
     @property
@@ -201,7 +207,7 @@ def chunked_terms(
     first = states[0]
     wide = torch.promote_types(first.hidden_NH.dtype, torch.float32)
     total = first.hidden_NH.new_zeros((), dtype=wide)
-    for span in first.chunks:
+    for span in first.chunks(first.chunk):
         parts = [values[span] for values in (*(each.hidden_NH for each in states), *others_N)]
         total = total + torch.utils.checkpoint.checkpoint(
             piece, span.start, *parts, use_reentrant=False, preserve_rng_state=False
@@ -227,7 +233,7 @@ class _DrawnLogps(torch.autograd.Function):
         # The backward pass is next: it takes the copy and frees it.
         ctx.copy = None if states.head.linear is None or weight is states.head.linear.weight else weight
         ctx.kept = {}
-        for span in states.chunks:
+        for span in states.chunks(states.drawn_chunk):
             if isinstance(weight, Matrix) or (states.native and weight is not None):
                 product_CV = states.head.product(hidden_NH[span], weight)
                 names = ("logps", "entropies", "collisions", "tops", "sums")
@@ -263,7 +269,7 @@ class _DrawnLogps(torch.autograd.Function):
             grad_weight = torch.empty_like(parameter) if grad_weight is None else grad_weight
         grad_bias = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         weight, ctx.copy = states.weight() if ctx.copy is None else ctx.copy, None
-        for span in reversed([*states.chunks]):  # the last ones are kept, and freed first
+        for span in reversed([*states.chunks(states.drawn_chunk)]):  # the last ones are kept, and freed first
             hidden_CH = hidden_NH[span]
             kept_CV = ctx.kept.pop(span.start, None)
             grad_CV = _gradient(hidden_CH, weight, states, span, grad_N[span], ctx.tops_sums_2N[:, span], kept_CV)
