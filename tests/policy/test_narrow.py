@@ -308,3 +308,21 @@ def test_the_logits_of_one_chunk_exist_at_a_time(monkeypatch, compute):
     logits = 512 * vocabulary * compute.itemsize
     # The weight's copies and gradient, hidden states and theirs: 3 MiB; words of weight_gradient.c: 4 MiB.
     assert logits < live.peak < logits + 7 * 2**20
+
+
+@each(
+    ("given", "compute", "is_packed"),
+    [
+        (torch.float32, HALF, True),
+        (HALF, HALF, False),
+        (torch.float32, torch.float32, False),
+        (HALF, torch.float32, False),
+    ],
+)
+def test_a_head_that_is_not_cast_is_not_copied(given, compute, is_packed):
+    """Under adapters it is frozen and in bfloat16."""
+    linear = nn.Linear(6, VOCABULARY, bias=False, dtype=given)
+    drawn = distribution_of([(1, 2)], [(3, 4)], 1.0, (), 1.0)
+    weight = CompletionStates(torch.zeros(2, 6), Head(linear, compute, native=True), drawn).weight()
+    assert isinstance(weight, Matrix) is (is_packed and has_pairs())
+    assert (weight is linear.weight) is (given == compute)

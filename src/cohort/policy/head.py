@@ -165,11 +165,12 @@ class CompletionStates:
         return self.head.native and plain
 
     def weight(self) -> Tensor | Matrix | None:
-        """The head's weight in the compute dtype; in the layouts of native kernels if they compute the products."""
+        """The head's weight in the compute dtype; a copy of it is in the layouts of the kernels for pairs of bfloat16
+        numbers, if the processor has them."""
         linear, compute = self.head.linear, self.head.compute
-        if linear is None or not self.native or compute != torch.bfloat16 or not has_pairs():
-            return self.head.cast_weight()
-        return Matrix([linear.weight.detach()], linear.bias, compute)
+        if self.native and linear is not None and linear.weight.dtype != compute == torch.bfloat16 and has_pairs():
+            return Matrix([linear.weight.detach()], linear.bias, compute)
+        return self.head.cast_weight()
 
     def call_native(self, logits_CV: Tensor, span: slice, **others: Tensor) -> None:
         """The kernel of update.c on a chunk's logits: statistics, or with ``grads`` their gradient in their place."""
