@@ -280,18 +280,22 @@ def test_kernels_that_are_switched_off_are_not_used(monkeypatch):
 def test_kept_logits_change_no_bit_and_serve_one_backward_pass(monkeypatch, compute, chunk, kept, products):
     """None, those of the last two chunks, or all. The second pass finds nothing kept: the logits were written over."""
     monkeypatch.setattr(CompletionStates, "drawn_chunk", chunk)
-    monkeypatch.setattr(Head, "kept_tokens", kept)
-    computed = []
+    computed, found = [], []
     monkeypatch.setattr(Head, "product", lambda *given, real=Head.product: computed.append(1) or real(*given))
     hidden, linear = torch.randn(9, 6, requires_grad=True), nn.Linear(6, VOCABULARY, bias=False)
     drawn = distribution_of([(1, 2)], [tuple(range(9))], 1.0, (), 1.0)
-    logps_N = CompletionStates(hidden, Head(linear, compute, native=True), drawn).logps().logps_N
-    weighted, counts = (logps_N * torch.arange(9)).sum(), [len(computed)]
-    once = torch.autograd.grad(weighted, (hidden, linear.weight), retain_graph=True)
-    counts.append(len(computed))
-    again = torch.autograd.grad(weighted, (hidden, linear.weight))
+    for most in (0, kept):
+        monkeypatch.setattr(Head, "kept_tokens", most)
+        computed.clear()
+        logps_N = CompletionStates(hidden, Head(linear, compute, native=True), drawn).logps().logps_N
+        weighted, counts = (logps_N * torch.arange(9)).sum(), [len(computed)]
+        once = torch.autograd.grad(weighted, (hidden, linear.weight), retain_graph=True)
+        counts.append(len(computed))
+        again = torch.autograd.grad(weighted, (hidden, linear.weight))
+        found.append([logps_N.detach(), *once, *again])
     assert (*counts, len(computed)) == products
     assert all(map(torch.equal, once, again))
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("compute", [torch.float32, HALF])

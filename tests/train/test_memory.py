@@ -65,9 +65,8 @@ def test_the_prediction_of_a_completion_in_pieces():
     assert "passes of at most 256 tokens, longer completions in pieces of 256; the largest" in budget.describe()
     measured = peak_bytes(policy, 16, 4096, most_tokens=256)
     # The prediction adds what a token takes to the peak of 512 tokens. Another stage has that peak, with more activations:
-    # the prediction errs on the safe side, by the same bytes for any longer completion, and by the logits.
-    logits = 4096 * policy.model.config.vocab_size * 4
-    assert measured < budget.predicted_bytes < 1.1 * measured + logits
+    # the prediction errs on the safe side, by the same bytes for any longer completion.
+    assert measured < budget.predicted_bytes < 1.1 * measured
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def in_like_shapes(rows: Tensor, multiple: int = LIKE_SHAPES) -> Tensor:
 
 
 def _whole_shapes(size: int) -> int:
-    """The largest multiple up to a size; the size itself, if there is none."""
+    """The largest multiple of ``LIKE_SHAPES`` up to a size, or the size if it is smaller."""
     return size - size % LIKE_SHAPES or size
 
 
@@ -83,13 +83,13 @@ class Head:
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens whose logits exist at the same time in native kernels, which keep them for the backward pass."""
+        """Most tokens whose logits native kernels have at a time. They keep these for the backward pass."""
         assert self.linear is not None
         return max(1, max(KEPT_BYTES, self.linear.weight.nbytes) // self.native_bytes)
 
     @property
     def native_bytes(self) -> int:
-        """Bytes of a token's logits in native kernels; 0: it has no matrix, or torch computes log-probs."""
+        """Bytes of a token's logits in native kernels. 0: the head has no matrix, or torch computes its log-probs."""
         return len(self.linear.weight) * self.compute.itemsize if self.linear is not None and self.native else 0
 
     def without_autocast(self) -> AbstractContextManager[None]:
@@ -165,8 +165,8 @@ class CompletionStates:
         return self.head.native and plain
 
     def weight(self) -> Tensor | Matrix | None:
-        """The head's weight in the compute dtype; a copy of it is in the layouts of the kernels for pairs of bfloat16
-        numbers, if the processor has them."""
+        """The head's weight in the compute dtype. If it must be cast to bfloat16, and the processor multiplies pairs of
+        such numbers, it is packed for native kernels."""
         linear, compute = self.head.linear, self.head.compute
         if self.native and linear is not None and linear.weight.dtype != compute == torch.bfloat16 and has_pairs():
             return Matrix([linear.weight.detach()], linear.bias, compute)
@@ -277,14 +277,16 @@ class _DrawnLogps(torch.autograd.Function):
             if weight is None:
                 grad_hidden_NH[span] = grad_CV
                 continue
+            multiple = 1 if isinstance(weight, Matrix) else LIKE_SHAPES
+            grad_rows_CV = in_like_shapes(grad_CV.to(head.compute), multiple)
             with head.without_autocast():
-                grad_rows_CV, hidden_rows_CH = grad_CV.to(head.compute), hidden_CH.to(head.compute)
-                if isinstance(weight, Matrix):
-                    grad_hidden_NH[span] = weight.inputs(grad_rows_CV, last=span.start == 0)
-                else:
-                    grad_rows_CV, hidden_rows_CH = in_like_shapes(grad_rows_CV), in_like_shapes(hidden_rows_CH)
-                    grad_hidden_NH[span] = (grad_rows_CV @ weight)[: len(hidden_CH)]
+                last = span.start == 0
+                product_CH = (
+                    weight.inputs(grad_rows_CV, last=last) if isinstance(weight, Matrix) else grad_rows_CV @ weight
+                )
+                grad_hidden_NH[span] = product_CH[: len(hidden_CH)]
                 if grad_weight is not None:
+                    hidden_rows_CH = in_like_shapes(hidden_CH.to(head.compute), multiple)
                     add_gradients([grad_weight], grad_rows_CV, hidden_rows_CH, fresh=[fresh], native=states.native)
                     fresh = False
             if grad_bias is not None:

@@ -152,18 +152,17 @@ def _peak_in_pieces(policy: Policy, prompt_length: int, completion_length: int, 
     between two short completions may say too little of long ones. It counts where it is larger, as with the states of
     recurrent layers, which each piece keeps."""
     small, large = (min(count * PROBED_PIECE, completion_length) for count in PROBED_PIECES)
-    few, many = (
-        peak_bytes(policy, prompt_length, length, most_tokens=PROBED_PIECE) - _logits_bytes(policy, length)
-        for length in (small, large)
-    )
+    few, many = (peak_bytes(policy, prompt_length, length, most_tokens=PROBED_PIECE) for length in (small, large))
+    in_few, in_many, in_all = (_logits_bytes(policy, length) for length in (small, large, completion_length))
     known, share = (memory_of_token(policy.passes) if can_cut(policy.passes) else None) or (0, 1.0)
-    slope = max(known, (many - few) / max(1, large - small))
-    many += _logits_bytes(policy, completion_length)
-    return int(many + slope * (completion_length - large) + share * per_token * (piece - PROBED_PIECE))
+    slope = max(known, (many - few - (in_many - in_few)) / max(1, large - small))
+    # While the logits exist, no piece has activations.
+    at_once = max(share * per_token * (piece - PROBED_PIECE), in_all - in_many)
+    return int(many + slope * (completion_length - large) + at_once)
 
 
 def _logits_bytes(policy: Policy, tokens: int) -> int:
-    """Most bytes of logits that native kernels have at a time, of so many tokens."""
+    """Most bytes of logits that native kernels have at a time in a pass of so many tokens."""
     head = getattr(policy.passes, "head", None)
     return min(tokens, head.kept_tokens) * head.native_bytes if head is not None and head.native_bytes else 0
 
