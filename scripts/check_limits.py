@@ -1,4 +1,4 @@
-"""Sizes that keep the code readable: a function at most 60 lines (the loop excepted), a file 400, the loop's file 300.
+"""Sizes that keep the code readable: a function at most 60 lines (the loop excepted), a file 800, the loop's file 300.
 
 python scripts/check_limits.py
 """
@@ -9,7 +9,7 @@ import ast
 import sys
 from pathlib import Path
 
-MAX_FUNCTION, MAX_FILE, MAX_LOOP_FILE = 60, 400, 300
+MAX_FUNCTION, MAX_FILE, MAX_LOOP_FILE = 60, 800, 300
 SOURCE = Path(__file__).parents[1] / "src" / "cohort"
 LOOP = SOURCE / "train" / "loop.py"
 
