@@ -1,10 +1,15 @@
-"""CUDA's choices on a CPU: every branch is taken as on CUDA, and formulas stand in for the kernels of CUDA."""
+"""CUDA's choices on a CPU: every branch is taken as on CUDA, formulas stand in for the kernels that a CPU lacks, and what
+CUDA refuses is refused (``tests/cuda_rules/rules.py``)."""
 
 import contextlib
+import sys
+from unittest import mock
 
 import torch
 
+from cohort import native
 from cohort.policy.device import forced_kind
+from tests.cuda_rules.rules import HALF, Refused, cuda_rules
 
 
 def scores_of(q, k, scaling, causal, left):
@@ -71,14 +76,75 @@ def backward(
     return tuple(each.to(q.dtype) for each in grads)
 
 
+def product(factors, summand=None, beta=1, alpha=1, out=None):
+    """The product of half-precision factors with float32 sums, which a CPU does not return in float32."""
+    found = alpha * torch.matmul(*(factor.double() for factor in factors))
+    found = (found if summand is None else found + beta * summand).to(torch.float32)
+    return found if out is None else out.copy_(found)
+
+
+PRODUCTS = {
+    "mm.dtype": lambda a, b, _dtype: product((a, b)),
+    "bmm.dtype": lambda a, b, _dtype: product((a, b)),
+    "addmm.dtype": lambda c, a, b, _dtype, *, beta=1, alpha=1: product((a, b), c, beta, alpha),
+    "addmm.dtype_out": lambda c, a, b, _dtype, *, beta=1, alpha=1, out: product((a, b), c, beta, alpha, out),
+}
+
+WIDENED = (
+    "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "pow.Tensor_Scalar", "softplus", "layer_norm", "rms_norm",
+    "cosine_similarity", "logsumexp", "sum", "sum.dim_IntList", "softmax.int",
+    "log_softmax.int", "cumsum", "linalg_vector_norm",
+)  # fmt: skip
+"""Operations that CUDA's autocast computes in float32, and a CPU's in the dtype that comes
+(aten/src/ATen/autocast_mode.h, AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE): those that models and Cohort use."""
+
+
+def widened(name):
+    packet, _, overload = name.partition(".")
+    function = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def run(*args, **kwargs):
+        wide = [arg.float() if isinstance(arg, torch.Tensor) and arg.dtype in HALF else arg for arg in args]
+        with torch.autocast("cpu", enabled=False):
+            return function(*wide, **kwargs)
+
+    return run
+
+
+def no_native_kernels(*_, **__):
+    raise Refused("a native kernel, which reads the memory of a CPU")
+
+
 @contextlib.contextmanager
-def cuda_on_cpu():
-    """Choose as on CUDA, with the formulas in place of its kernels."""
+def without_native_kernels():
+    """Refuse calls of the native kernels, which would read addresses of a GPU."""
+    with contextlib.ExitStack() as stack:
+        for module in [module for name, module in sys.modules.items() if name.startswith("cohort.")]:
+            for name in ("call", "load"):
+                if getattr(module, name, None) is getattr(native, name):
+                    stack.enter_context(mock.patch.object(module, name, no_native_kernels))
+        yield
+
+
+@contextlib.contextmanager
+def cuda_on_cpu(*, strict=True):
+    """Choose as on CUDA, with the formulas in place of its kernels.
+
+    Args:
+        strict: refuse what CUDA refuses.
+    """
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
+    for name, stand_in in PRODUCTS.items():
+        library.impl(name, stand_in, "CPU")
+    for name in WIDENED:
+        library.impl(name, widened(name), "AutocastCPU")
     try:
-        with forced_kind("cuda"):
+        with forced_kind("cuda"), contextlib.ExitStack() as stack:
+            if strict:
+                stack.enter_context(without_native_kernels())
+                stack.enter_context(cuda_rules())
             yield
     finally:
         library._destroy()

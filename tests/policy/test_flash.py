@@ -16,7 +16,7 @@ FAMILIES = {"llama": ATTENTION, "mistral": WINDOW, "gemma2": WINDOW | {"head_dim
 
 @pytest.fixture
 def any_dtype(monkeypatch):
-    """The stand-ins also take float64, which the kernel does not."""
+    """The stand-ins also take float64 (not strict), which the kernel does not."""
     monkeypatch.setattr("cohort.policy.attention.can_flash", lambda q, k, v: True)
 
 
@@ -24,7 +24,7 @@ def any_dtype(monkeypatch):
 @pytest.mark.usefixtures("any_dtype")
 def test_outputs_and_gradients(layout, window):
     tensors = made(LAYOUTS[layout][0], LAYOUTS[layout][2])
-    with cuda_on_cpu():
+    with cuda_on_cpu(strict=False):
         assert_same(tensors, LAYOUTS[layout], 1e-13, scaling=0.4, window=window)
 
 
@@ -41,7 +41,7 @@ def test_a_pass_takes_two_calls_whatever_it_holds(monkeypatch):
 @pytest.mark.usefixtures("any_dtype")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family):
-    with cuda_on_cpu():
+    with cuda_on_cpu(strict=False):
         policy = policy_of(family, FAMILIES[family])
         assert policy.passes.shared
         assert "kernels" not in policy.passes.description
@@ -58,7 +58,7 @@ def test_a_run_makes_the_same_weights_as_on_a_cpu(demo_tokenizer, tmp_path):
         return parameters(trainer)
 
     on_cpu = trained("cpu")
-    with cuda_on_cpu():
+    with cuda_on_cpu(strict=False):
         on_cuda = trained("cuda")
     for name, expected in on_cpu.items():
         torch.testing.assert_close(on_cuda[name], expected, rtol=1e-10, atol=1e-10)

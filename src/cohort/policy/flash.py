@@ -43,8 +43,10 @@ def flash_attention(
     prefix_k, prefix_v = prefix if prefix is not None and layout.continuations else (None, None)
     if window is not None and prefix_k is not None and prefix_v is not None:
         spans = layout.spans_within(window)
+        # In the prefix's dtype, in which the gradients of its keys and values add up over the sequences.
         k_ATD, v_ATD = (
-            torch.cat([before, own], dim=1)[:, spans.keys] for before, own in ((prefix_k, k_ATD), (prefix_v, v_ATD))
+            _keys_at(torch.cat([before, own], dim=1), spans.keys).to(own.dtype)
+            for before, own in ((prefix_k, k_ATD), (prefix_v, v_ATD))
         )
         prefix_k = prefix_v = None
     out: Tensor = _Flash.apply(layout, spans, scaling, window, sinks, q_ATD, k_ATD, v_ATD, prefix_k, prefix_v)  # type: ignore[no-untyped-call]
@@ -97,7 +99,7 @@ class _Flash(torch.autograd.Function):
             lse = lse_AT if parts.queries is None else lse_AT[:, parts.queries].contiguous()
             grad, out = _at(grad, parts.queries), _at(out, parts.queries)
             found = _attend_backward(grad, queries, keys, values, out, lse, parts, scaling)
-            grads += [torch.zeros_like(prefix_k), torch.zeros_like(prefix_v)]
+            grads += [torch.zeros_like(part, dtype=leaf.dtype) for part, leaf in zip((prefix_k, prefix_v), given[3:], strict=True)]
             totals = grads[0], *grads[3:]
             for total, piece, index in zip(totals, found, (parts.queries, parts.keys, parts.keys), strict=True):
                 _add_at(total, piece, index)
@@ -124,13 +126,18 @@ def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     return -(sinks.to(lse.dtype) - lse).exp() * (grad.to(lse.dtype) * out).sum(-1)
 
 
-def _by_token(*parts: Tensor | None) -> list[Any]:
-    """``[heads, T, D]`` to ``[T, heads, D]``."""
-    return [None if part is None else part.transpose(0, 1).contiguous() for part in parts]
+def _by_token(q: Tensor, *others: Tensor | None) -> list[Any]:
+    """``[heads, T, D]`` to ``[T, heads, D]``, in the dtype of the queries: keys and values of a prefix are wider, so that
+    their gradients add up in float32."""
+    return [None if part is None else part.to(q.dtype).transpose(0, 1).contiguous() for part in (q, *others)]
 
 
 def _at(values: Tensor, index: Tensor | None) -> Tensor:
     return values if index is None else values[index]
+
+
+def _keys_at(keys_AXD: Tensor, index: Tensor | None) -> Tensor:
+    return keys_AXD if index is None else keys_AXD[:, index]
 
 
 def _add_at(total: Tensor, values: Tensor, index: Tensor | None) -> None:
@@ -138,7 +145,7 @@ def _add_at(total: Tensor, values: Tensor, index: Tensor | None) -> None:
     if index is None:
         total += values
     else:
-        total.index_add_(0, index, values)
+        total.index_add_(0, index, values.to(total.dtype))
 
 
 def _attend(

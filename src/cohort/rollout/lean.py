@@ -25,6 +25,7 @@ from torch.nn import functional
 from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, Layer, soft_cap
+from cohort.policy.device import kind_of
 from cohort.policy.experts import used
 from cohort.policy.fused import Fused, gated, rotated, split_gate
 from cohort.policy.layout import Layout
@@ -67,7 +68,7 @@ class LeanBackend(Backend):
         self._kernels = None if without else Kernels()
         self.weights = DecoderWeights(anatomy, compute, native=self.is_native)
         # On a CPU, torch's batched products of few rows are no slower in float32 than in bfloat16.
-        self._cache_dtype = wide if policy.device.type == "cpu" and self._kernels is None else compute
+        self._cache_dtype = wide if kind_of(policy.device) == "cpu" and self._kernels is None else compute
         self._activation: Callable[[Tensor], Tensor] = functional.silu
         if anatomy.gelu:
             self._activation = partial(functional.gelu, approximate="tanh")
@@ -79,7 +80,7 @@ class LeanBackend(Backend):
         self._fused = Fused(self._kernels is not None, wide, compute)
         name = str(self._cache_dtype).removeprefix("torch.")
         self.description = f"lean ({policy.model.config.get_text_config().model_type}), keys and values in {name}"
-        if policy.device.type == "cpu":
+        if kind_of(policy.device) == "cpu":
             self.description += ", native kernels" if self._kernels else f", no native kernels: {without}"
 
     @property
@@ -92,7 +93,7 @@ class LeanBackend(Backend):
         """See ``Backend``. docs/rollout.md (Reproducibility) has the reasons."""
         # Recurrences read prompts in chunks, whose length depends on the prompts that are read together.
         alike = self.anatomy.head_dim >= 16 and not self.anatomy.has_experts and not self.anatomy.mixers
-        return self.policy.device.type == "cpu" and alike and torch.get_num_threads() <= 2
+        return kind_of(self.policy.device) == "cpu" and alike and torch.get_num_threads() <= 2
 
     @property
     def token_bytes(self) -> int:

@@ -22,6 +22,7 @@ from cohort.policy import Policy
 from cohort.policy.attention import widened
 from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
+from cohort.policy.device import kind_of
 from cohort.policy.head import in_like_shapes
 from cohort.policy.layout import Layout
 from cohort.policy.parts import need
@@ -102,7 +103,7 @@ class SharedBackend(Backend):
         """See ``Backend``."""
         sizes = {"layers": len(self._layers), "heads": self._heads, "width": self._width, "group": self._group}
         dtype = self.policy.precision.compute
-        if self.policy.device.type == "cpu":  # its products of few rows are no slower in float32 than in bfloat16
+        if kind_of(self.policy.device) == "cpu":  # its products of few rows are no slower in float32 than in bfloat16
             dtype = self.policy.precision.master
         self._cache = GroupCache(capacity, **sizes, dtype=dtype, device=self.policy.device)
         self._states = RowStates(capacity.rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy.anatomy import Anatomy
+from cohort.policy.device import kind_of
 from cohort.policy.experts import PreparedExperts
 from cohort.policy.float32_head import is_float32
 from cohort.policy.parts import Experts, Gated, Linear, Norm
@@ -111,7 +112,7 @@ class Product:
 def _packed(weight: Tensor) -> Tensor | None:
     """A bfloat16 matrix on a CPU in oneDNN's own layout, which saves rearranging it in each product. None if oneDNN has
     no such layout, or no bfloat16 products on this processor. Products are bit-equal."""
-    usable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    usable = kind_of(weight.device) == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
     if not usable or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return None
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -1,0 +1,123 @@
+"""Whole runs in bfloat16 under what CUDA refuses: sampling, memory budget, updates, checkpoints."""
+
+import contextlib
+
+import pytest
+import torch
+
+from cohort.doctor import Status, examine
+from cohort.policy import PackedRows, Policy
+from tests.cuda_on_cpu import cuda_on_cpu
+from tests.environments import test_training as turns
+from tests.families.configs import small_model
+from tests.policy.plain import DOUBLE, MIXED
+from tests.train.harness import break_after, make_trainer, same_parameters, untimed_metrics_of
+
+RUN = {"precision": "bfloat16", "max_steps": 2, "microbatch_tokens": 16, "prompts_per_step": 4}
+"""Packs of several prompts, and microbatches of some of them."""
+
+MODELS = ("qwen3", "mistral", "gemma3_text", "gemma2", "gpt2", "falcon_h1", "lfm2")
+"""Plain layers, windows, soft caps, transformers' own modules, a state space beside attention, convolutions."""
+MIXTURES = ("gpt_oss", "qwen3_moe", "mixtral", "qwen3_next")
+"""Experts: with sinks, many, few, in a hybrid."""
+RUNS = {
+    "a budget that is measured, full reference": {
+        "microbatch_tokens": None, "beta": 0.1, "objective": {"kl": {"estimator": "full"}},
+    },
+    "a reference and two iterations": {"beta": 0.1, "num_iterations": 2},
+    "two minibatches and an entropy bonus": {"objective": {"minibatches": 2, "entropy": {"coefficient": 0.01}}},
+    "a lag": {"lag": 1, "max_steps": 3},
+    "LoRA": {"lora": {"rank": 4}, "beta": 0.1},
+    "LoRA on four bits": {"lora": {"rank": 4}, "quantization": "4bit"},
+    "checkpointed layers": {"gradient_checkpointing": True},
+    "a head in float32": {"float32_head": True},
+    "truncated sampling": {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2},
+    "Muon": {"optimizer": "muon"},
+}  # fmt: skip
+
+
+def trained(tokenizer, folder, model=None, **settings):
+    """The metrics of a run of two steps or more, which CUDA refuses nothing of."""
+    with cuda_on_cpu():
+        trainer = make_trainer(tokenizer, folder, model or small_model("qwen3"), **RUN | settings)
+        metrics = list(trainer.steps())
+    assert len(metrics) == trainer.args.run.max_steps
+    assert all(0 < line["grad_norm"] < 1e4 for line in metrics)
+    return trainer
+
+
+@pytest.mark.parametrize("family", [*MODELS, *MIXTURES])
+def test_models(demo_tokenizer, tmp_path, family):
+    trainer = trained(demo_tokenizer, tmp_path / "run", small_model(family))
+    assert "Refused" not in trainer.describe()  # no better way was passed over
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs(demo_tokenizer, tmp_path, name):
+    model = "cohort:demo" if "quantization" in RUNS[name] else None  # weights are read as they are quantized
+    trainer = trained(demo_tokenizer, tmp_path / "run", model, **RUNS[name])
+    assert "Refused" not in trainer.describe()
+
+
+def test_completions_in_pieces(demo_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("cohort.train.memory.FEWEST_TOKENS", 4)
+    trainer = trained(demo_tokenizer, tmp_path / "run", microbatch_tokens=4, beta=0.1)
+    assert trainer.budget.longest > trainer.budget.piece
+
+
+def test_a_resumed_run(demo_tokenizer, tmp_path):
+    """Bit-equal to one in one go: checkpoints hold what updates on CUDA's ways need."""
+    straight = trained(demo_tokenizer, tmp_path / "straight", max_steps=3)
+    with cuda_on_cpu():
+        break_after(make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **RUN | {"max_steps": 3}), 1)
+        resumed = make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **RUN | {"max_steps": 3})
+        resumed.train(resume=True)
+    assert same_parameters(straight, resumed)
+    assert untimed_metrics_of(tmp_path / "run") == untimed_metrics_of(tmp_path / "straight")
+
+
+def test_several_turns(tmp_path):
+    """Parked rows, tokens of a tool's answer, and a grammar."""
+    with cuda_on_cpu():
+        trainer = turns.trainer(
+            tmp_path / "run", lambda completions, **_: list(map(len, completions)), [turns.add], regex=turns.CALL,
+            device="cpu", precision="bfloat16", microbatch_tokens=64, max_completion_length=128,
+        )  # fmt: skip
+        metrics = list(trainer.steps())
+    assert any(line["episodes/turns"] > 1 for line in metrics)
+    assert metrics[0]["grad_norm"] > 0
+
+
+def test_the_doctor(demo_tokenizer, tmp_path):
+    with cuda_on_cpu():
+        trainer = make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **RUN | {"beta": 0.1})
+        found = {one.check: one for one in examine(trainer, ["folder", "answers", "time", "disk"])}
+    assert found["sampler"].status is found["reference"].status is Status.PASS
+    assert "update" not in found and "rollout" not in found  # both were made
+
+
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [("qwen3", "in order"), ("qwen3", "apart"), ("qwen3", "some"), ("qwen3", "one"), ("mistral", "apart"),
+     ("mistral", "one"), ("gpt2", "apart"), ("gemma3_text", "some")],
+)  # fmt: skip
+def test_gradients_of_a_pack(family, rows):
+    """Of prompts of which a microbatch uses some, against the same model in float64: bfloat16 has 8 bits, so that a
+    gradient of a few thousand numbers turns by less than 0.1."""
+    prompts = [(1, 2, 3, 4, 5, 6, 7, 8, 9), (6, 7, 8), (4, 4, 4, 4)]
+    of = {"in order": [0, 0, 1], "apart": [0, 1, 0], "some": [0, 2, 2], "one": [0]}[rows]
+    completions = [(7, 8, 9), (4, 4), (5, 6, 7, 8)][: len(of)]
+    drawn, found = PackedRows.of(of, completions), []
+    for precision, block in ((MIXED, cuda_on_cpu()), (DOUBLE, contextlib.nullcontext())):
+        policy = Policy(small_model(family).to(precision.master), precision)
+        with block, policy.training(), policy.compute(), policy.gradients_in_place():
+            for _ in range(2):  # gradients of prompts add up over microbatches
+                prefixes = policy.passes.read(prompts)
+                for _ in range(2):
+                    policy.states(prefixes, drawn, temperature=0.9).logps().logps_N.sum().backward()
+                prefixes.backward()
+            assert policy.passes.shared
+        grads = [p.grad.double().flatten() for p in policy.model.parameters() if p.grad is not None]
+        found.append(torch.cat(grads))
+    one, other = found
+    assert float((one - other).norm() / other.norm()) < 0.1
