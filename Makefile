@@ -31,7 +31,8 @@ gpu: .venv-cuda/stamp
 
 # On a machine without one: shapes, dtypes and devices of what runs on CUDA. The download is several gigabytes.
 fake-cuda: .venv-cuda/stamp
-	.venv-cuda/bin/python -m pytest -q -m fake_cuda tests/gpu
+	$(CC) -shared -fPIC -Wl,-soname,libcuda.so.1 -o .venv-cuda/no_driver.so tests/gpu/no_driver.c
+	LD_PRELOAD=$(abspath .venv-cuda/no_driver.so) .venv-cuda/bin/python -m pytest -q -m fake_cuda tests/gpu
 
 # The result stands in docs/reliability.md. A failure prints the command that repeats it.
 kills: .venv/dev.stamp

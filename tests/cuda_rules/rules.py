@@ -20,7 +20,7 @@ HALF = torch.bfloat16, torch.float16
 ATEN = "aten/src/ATen/native"
 
 
-class Refused(RuntimeError):
+class Refused(RuntimeError):  # noqa: N818 - it says what happened
     """CUDA would refuse this call."""
 
 
@@ -61,7 +61,7 @@ def flash_backward(given):
     return None if same else "outputs and their gradients must have the queries' shape"
 
 
-def only_cpu(given):  # noqa: ARG001
+def only_cpu(given):
     return "CUDA does not have it"
 
 

@@ -1,9 +1,11 @@
 """CUDA tensors without data, on a machine without a GPU: torch's CUDA build computes their shapes, dtypes and devices.
 
-Tensors on the CPU are real. An operation that mixes devices fails as on a GPU; every value that is read from a GPU is a
-wait for it, and is recorded with the line of Cohort that reads it. Values that are read are made up.
+Tensors on the CPU are real. An operation that mixes devices fails as on a GPU, and so does what CUDA refuses otherwise
+(``tests/cuda_rules/rules.py``) and an operation that CUDA does not have; every value that is read from a GPU is a wait
+for it, and is recorded with the line of Cohort that reads it. Values that are read are made up: numbers are finite.
 """
 
+import ctypes
 import traceback
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -13,7 +15,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from tests.cuda_rules.rules import Refused, check, known_autocast
+
 aten = torch.ops.aten
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+HOLDS = {"all", "isfinite", "mul"}
+"""Operations whose boolean results say that numbers are finite."""
+KEYS = "CUDA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd"
 
 
 class FakeCUDA(FakeTensorMode):
@@ -34,24 +42,48 @@ class FakeCUDA(FakeTensorMode):
         on_cuda = device is not None and torch.device(device).type == "cuda"
         if not fake and not on_cuda:
             return func(*args, **kwargs)
-        self.calls[func.overloadpacket.__name__] += 1
+        name = func.overloadpacket.__name__
+        self.calls[name] += 1
+        check(func, args, kwargs)
+        if func.namespace == "aten" and not any(has_kernel(func.name(), key) for key in KEYS):
+            raise Refused(f"CUDA does not have {func}")
         if func is aten._local_scalar_dense.default:
             self._read()
             kind = args[0].dtype
-            return self.number if kind.is_floating_point else kind != torch.bool and int(self.number)
+            if kind == torch.bool:
+                return getattr(args[0], "holds", False)
+            return self.number if kind.is_floating_point else int(self.number)
         if func is aten.equal.default:
             self._read()
             return True
         if func is aten.nonzero.default:
             self._read()
             return self._empty((1, args[0].ndim), torch.int64, args[0].device)
+        if fake and device is not None and not on_cuda:  # from the GPU to the CPU
+            self._read()
+            known = getattr(args[0], "known", None)
+            return self._made_up(args[0].shape, kwargs.get("dtype") or args[0].dtype) if known is None else known
+        if func is aten.bincount.default:
+            self._read()
+            least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+            return self._empty((max(least, 1),), torch.int64, args[0].device)
         if not fake and tensors:  # from the CPU to the GPU
-            return self._empty(tensors[0].shape, kwargs.get("dtype") or tensors[0].dtype, torch.device(device))
+            moved = self._empty(tensors[0].shape, kwargs.get("dtype") or tensors[0].dtype, torch.device(device))
+            moved.known = tensors[0].to(moved.dtype)  # until something is written to it
+            return moved
+        if func._schema.is_mutable:
+            for one in fake:
+                one.known = None
         out = super().__torch_dispatch__(func, types, args, kwargs)
+        if name in HOLDS and isinstance(out, FakeTensor):
+            out.holds = True
         if isinstance(out, FakeTensor) and out.device.type == "cpu":
             self._read()
-            return torch.full(out.shape, self.number).to(out.dtype)
+            return self._made_up(out.shape, out.dtype)
         return out
+
+    def _made_up(self, shape, dtype):
+        return torch.full(shape, self.number).to(dtype)
 
     def _empty(self, shape, dtype, device):
         made = {"dtype": dtype, "device": device}
@@ -72,6 +104,27 @@ class FakeCUDA(FakeTensorMode):
         self.reads[f"{last.filename.rsplit('/cohort/', 1)[1]} {last.name}"] += 1
 
 
+def driver():
+    """The library of ``no_driver.c``; None: it is not preloaded, and nothing can run backward."""
+    found = ctypes.CDLL(None)
+    return ctypes.c_int.in_dll(found, "fake_devices") if hasattr(found, "fake_devices") else None
+
+
+def run_backward(*args, **kwargs):
+    """A backward pass in the calling thread: those of devices would ask the driver."""
+    devices = driver()
+    assert devices is not None, "preload tests/gpu/no_driver.c, as make fake-cuda does"
+    devices.value = 64
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            return _run_backward(*args, **kwargs)
+    finally:
+        devices.value = 0
+
+
+_run_backward = torch.autograd.graph._engine_run_backward
+
+
 @contextmanager
 def fake_cuda():
     """A machine with an H100 whose memory holds nothing."""
@@ -82,10 +135,12 @@ def fake_cuda():
         "torch.cuda.memory_reserved": lambda *_: 0,
         "torch.cuda.memory_allocated": lambda *_: 0,
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
+        "torch.autograd._engine_run_backward": run_backward,
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(patch(name, answer))
+        stack.enter_context(known_autocast())
         machine = FakeCUDA()
         stack.enter_context(patch.object(FakeTensor, "tolist", machine.tolist))
         yield stack.enter_context(machine)

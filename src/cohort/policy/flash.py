@@ -99,7 +99,10 @@ class _Flash(torch.autograd.Function):
             lse = lse_AT if parts.queries is None else lse_AT[:, parts.queries].contiguous()
             grad, out = _at(grad, parts.queries), _at(out, parts.queries)
             found = _attend_backward(grad, queries, keys, values, out, lse, parts, scaling)
-            grads += [torch.zeros_like(part, dtype=leaf.dtype) for part, leaf in zip((prefix_k, prefix_v), given[3:], strict=True)]
+            grads += [
+                torch.zeros_like(part, dtype=leaf.dtype)
+                for part, leaf in zip((prefix_k, prefix_v), given[3:], strict=True)
+            ]
             totals = grads[0], *grads[3:]
             for total, piece, index in zip(totals, found, (parts.queries, parts.keys, parts.keys), strict=True):
                 _add_at(total, piece, index)
@@ -126,10 +129,11 @@ def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     return -(sinks.to(lse.dtype) - lse).exp() * (grad.to(lse.dtype) * out).sum(-1)
 
 
-def _by_token(q: Tensor, *others: Tensor | None) -> list[Any]:
-    """``[heads, T, D]`` to ``[T, heads, D]``, in the dtype of the queries: keys and values of a prefix are wider, so that
-    their gradients add up in float32."""
-    return [None if part is None else part.to(q.dtype).transpose(0, 1).contiguous() for part in (q, *others)]
+def _by_token(*parts: Any) -> list[Any]:
+    """``[heads, T, D]`` to ``[T, heads, D]``, in the dtype of the first, the queries: keys and values of a prefix are
+    wider, so that their gradients add up in float32."""
+    dtype = parts[0].dtype
+    return [None if part is None else part.to(dtype).transpose(0, 1).contiguous() for part in parts]
 
 
 def _at(values: Tensor, index: Tensor | None) -> Tensor:
