@@ -1,7 +1,5 @@
 """Whole runs in bfloat16 under what CUDA refuses: sampling, memory budget, updates, checkpoints."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -36,62 +34,72 @@ RUNS = {
 }  # fmt: skip
 
 
-def trained(tokenizer, folder, model=None, **settings):
-    """The metrics of a run of two steps or more, which CUDA refuses nothing of."""
-    with cuda_on_cpu():
-        trainer = make_trainer(tokenizer, folder, model or small_model("qwen3"), **RUN | settings)
-        metrics = list(trainer.steps())
+@pytest.fixture(params=["rules", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    """A CPU that obeys CUDA's rules; with ``-m gpu`` the GPU itself."""
+    if request.param == "gpu":
+        yield "cuda"
+    else:
+        with cuda_on_cpu():
+            yield "cpu"
+
+
+def trained(device, tokenizer, folder, model=None, **settings):
+    """A run of two steps or more, which CUDA refuses nothing of."""
+    settings = RUN | {"device": device} | settings
+    trainer = make_trainer(tokenizer, folder, model or small_model("qwen3"), **settings)
+    metrics = list(trainer.steps())
     assert len(metrics) == trainer.args.run.max_steps
     assert all(0 < line["grad_norm"] < 1e4 for line in metrics)
     return trainer
 
 
 @pytest.mark.parametrize("family", [*MODELS, *MIXTURES])
-def test_models(demo_tokenizer, tmp_path, family):
-    trainer = trained(demo_tokenizer, tmp_path / "run", small_model(family))
+def test_models(device, demo_tokenizer, tmp_path, family):
+    trainer = trained(device, demo_tokenizer, tmp_path / "run", small_model(family))
     assert "Refused" not in trainer.describe()  # no better way was passed over
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_runs(demo_tokenizer, tmp_path, name):
+def test_runs(device, demo_tokenizer, tmp_path, name):
     model = "cohort:demo" if "quantization" in RUNS[name] else None  # weights are read as they are quantized
-    trainer = trained(demo_tokenizer, tmp_path / "run", model, **RUNS[name])
+    trainer = trained(device, demo_tokenizer, tmp_path / "run", model, **RUNS[name])
     assert "Refused" not in trainer.describe()
 
 
-def test_completions_in_pieces(demo_tokenizer, tmp_path, monkeypatch):
+def test_completions_in_pieces(device, demo_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("cohort.train.memory.FEWEST_TOKENS", 4)
-    trainer = trained(demo_tokenizer, tmp_path / "run", microbatch_tokens=4, beta=0.1)
+    trainer = trained(device, demo_tokenizer, tmp_path / "run", microbatch_tokens=4, beta=0.1)
     assert trainer.budget.longest > trainer.budget.piece
 
 
-def test_a_resumed_run(demo_tokenizer, tmp_path):
+def test_a_resumed_run(device, demo_tokenizer, tmp_path):
     """Bit-equal to one in one go: checkpoints hold what updates on CUDA's ways need."""
-    straight = trained(demo_tokenizer, tmp_path / "straight", max_steps=3)
-    with cuda_on_cpu():
-        break_after(make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **RUN | {"max_steps": 3}), 1)
-        resumed = make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **RUN | {"max_steps": 3})
-        resumed.train(resume=True)
+    settings = RUN | {"device": device, "max_steps": 3, "deterministic": True}
+    straight = make_trainer(demo_tokenizer, tmp_path / "straight", small_model("qwen3"), **settings)
+    straight.train()
+    break_after(make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **settings), 1)
+    resumed = make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **settings)
+    resumed.train(resume=True)
     assert same_parameters(straight, resumed)
     assert untimed_metrics_of(tmp_path / "run") == untimed_metrics_of(tmp_path / "straight")
 
 
-def test_several_turns(tmp_path):
+def test_several_turns(device, tmp_path):
     """Parked rows, tokens of a tool's answer, and a grammar."""
-    with cuda_on_cpu():
-        trainer = turns.trainer(
-            tmp_path / "run", lambda completions, **_: list(map(len, completions)), [turns.add], regex=turns.CALL,
-            device="cpu", precision="bfloat16", microbatch_tokens=64, max_completion_length=128,
-        )  # fmt: skip
-        metrics = list(trainer.steps())
+    trainer = turns.trainer(
+        tmp_path / "run", lambda completions, **_: list(map(len, completions)), [turns.add], regex=turns.CALL,
+        device=device, precision="bfloat16", microbatch_tokens=64, max_completion_length=128,
+    )  # fmt: skip
+    metrics = list(trainer.steps())
     assert any(line["episodes/turns"] > 1 for line in metrics)
     assert metrics[0]["grad_norm"] > 0
 
 
-def test_the_doctor(demo_tokenizer, tmp_path):
-    with cuda_on_cpu():
-        trainer = make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **RUN | {"beta": 0.1})
-        found = {one.check: one for one in examine(trainer, ["folder", "answers", "time", "disk"])}
+def test_the_doctor(device, demo_tokenizer, tmp_path):
+    settings = RUN | {"device": device, "beta": 0.1}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **settings)
+    found = {one.check: one for one in examine(trainer, ["folder", "answers", "time", "disk"])}
     assert found["sampler"].status is found["reference"].status is Status.PASS
     assert not {"update", "rollout"} & set(found)  # both were made
 
@@ -101,22 +109,22 @@ def test_the_doctor(demo_tokenizer, tmp_path):
     [("qwen3", "in order"), ("qwen3", "apart"), ("qwen3", "some"), ("qwen3", "one"), ("mistral", "apart"),
      ("mistral", "one"), ("gpt2", "apart"), ("gemma3_text", "some")],
 )  # fmt: skip
-def test_gradients_of_a_pack(family, rows):
-    """Of prompts of which a microbatch uses some, against the same model in float64: bfloat16 has 8 bits, so that a
+def test_gradients_of_a_pack(device, family, rows):
+    """Of prompts of which a microbatch uses some, against the formulas in float64: bfloat16 has 8 bits, so that a
     gradient of a few thousand numbers turns by less than 0.1."""
     prompts = [(1, 2, 3, 4, 5, 6, 7, 8, 9), (6, 7, 8), (4, 4, 4, 4)]
     of = {"in order": [0, 0, 1], "apart": [0, 1, 0], "some": [0, 2, 2], "one": [0]}[rows]
     completions = [(7, 8, 9), (4, 4), (5, 6, 7, 8)][: len(of)]
     drawn, found = PackedRows.of(of, completions), []
-    for precision, block in ((MIXED, cuda_on_cpu()), (DOUBLE, contextlib.nullcontext())):
-        policy = Policy(small_model(family).to(precision.master), precision)
-        with block, policy.training(), policy.compute(), policy.gradients_in_place():
-            for _ in range(2):  # gradients of prompts add up over microbatches
+    for precision in (MIXED, DOUBLE):
+        policy = Policy(small_model(family).to(device, precision.master), precision)
+        assert policy.passes.shared
+        with policy.training(), policy.compute(), policy.gradients_in_place():
+            for _ in range(2):  # packs
                 prefixes = policy.passes.read(prompts)
-                for _ in range(2):
+                for _ in range(2):  # gradients of prompts add up over microbatches
                     policy.states(prefixes, drawn, temperature=0.9).logps().logps_N.sum().backward()
                 prefixes.backward()
-            assert policy.passes.shared
         grads = [p.grad.double().flatten() for p in policy.model.parameters() if p.grad is not None]
         found.append(torch.cat(grads))
     one, other = found
