@@ -21,7 +21,7 @@ from cohort.policy.experts import (
     Route,
     experts,
     own_experts,
-    use_native_experts,
+    use_own_experts,
     used,
 )
 
@@ -229,7 +229,7 @@ def test_routes() -> None:
 
 def test_a_model_computes_with_them_until_its_own_are_asked_for() -> None:
     made = model("qwen3_moe")
-    use_native_experts(made)
+    use_own_experts(made, native=True)
     assert made.config._experts_implementation == NAME
     ids = torch.arange(9)[None]
     found = made(ids).logits.detach()

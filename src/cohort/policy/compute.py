@@ -16,7 +16,7 @@ from cohort.native import DTYPES, Unavailable, load
 from cohort.parallel.full import is_gathered
 from cohort.policy.adapters import TRAINED, has_adapters
 from cohort.policy.device import kind_of
-from cohort.policy.experts import use_native_experts
+from cohort.policy.experts import use_own_experts
 from cohort.policy.load import Precision
 from cohort.policy.narrow import narrow_linears
 
@@ -50,8 +50,8 @@ class ComputeModel:
             disable_dropout(model)
         if precision.compute == torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # grouped products of experts know no float64
-        elif not self.why_no_kernels():
-            use_native_experts(model)
+        elif (native := not self.why_no_kernels()) or kind_of(self.device) == "cuda":
+            use_own_experts(model, native=native)
         # A peft wrapper passes arguments that it does not name itself on to the model.
         wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.forward_arguments = frozenset(inspect.signature(wrapped.forward).parameters)

@@ -1,6 +1,8 @@
-"""The experts of a mixture on a CPU, as an implementation for transformers' modules, with its own backward pass.
+"""The experts of a mixture, as implementations for transformers' modules.
 
-A token t with the experts e of its router and their weights w_te becomes
+On CUDA, transformers' grouped products compute them, which know no autocast: they get weights in the compute dtype
+(``NarrowExperts``). On a CPU ``experts`` does, with its own backward pass. A token t with the experts e of its router
+and their weights w_te becomes
 
     out_t = sum_e w_te (D_e a_te + d_e)        a_te = act(g) (u + shift)        [g, u] = U_e x_t + b_e
 
@@ -35,6 +37,8 @@ from cohort.policy.device import kind_of
 
 NAME = "cohort"
 """The name of ``experts`` among the implementations of transformers."""
+NARROW = "cohort_narrow"
+"""The name of ``narrow_experts``."""
 PLAIN = "grouped_mm"
 """The name of transformers' own, its default."""
 LIKE_ROWS = 32
@@ -103,13 +107,15 @@ class Activation:
 _ACTIVATIONS: weakref.WeakKeyDictionary[Any, Activation | None] = weakref.WeakKeyDictionary()
 
 
-def use_native_experts(model: Any) -> None:
-    """Let a model's modules compute their experts by ``experts``, if it has some that transformers computes."""
+def use_own_experts(model: Any, *, native: bool) -> None:
+    """Let a model's modules compute their experts by ``experts`` if native kernels can be used, else by
+    ``narrow_experts``, if it has some that transformers computes."""
     if getattr(getattr(model, "config", None), "_experts_implementation", None) == PLAIN:
         from transformers.integrations.moe import ExpertsInterface
 
-        ExpertsInterface.register(NAME, experts)
-        model.set_experts_implementation(NAME)
+        name, function = (NAME, experts) if native else (NARROW, narrow_experts)
+        ExpertsInterface.register(name, function)
+        model.set_experts_implementation(name)
 
 
 @contextlib.contextmanager
@@ -144,13 +150,56 @@ def experts(module: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> 
     # Adapters are parametrizations of the module while it runs: prepared weights lack them.
     prepared = None if torch.is_grad_enabled() or is_parametrized(module) else _PREPARED.get()
     if prepared is not None and prepared.module is module and index_TK.numel() <= prepared.most * module.num_experts:
-        return prepared(x_TH, index_TK, weights_TK)
+        few: Tensor = prepared(x_TH, index_TK, weights_TK)
+        return few
     matrices = [module.gate_up_proj, module.down_proj]
     biases = [module.gate_up_proj_bias, module.down_proj_bias] if module.has_bias else [None, None]
     matrices = [matrix if module.is_transposed else matrix.mT for matrix in matrices]
     route = Route.of(index_TK, len(matrices[0]), 1 if dtype == torch.float32 else LIKE_ROWS)
     out: Tensor = _Experts.apply(x_TH, weights_TK, *matrices, *biases, route, activation, dtype)  # type: ignore[no-untyped-call]
     return out
+
+
+def narrow_experts(module: Any, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """As ``experts``, by transformers' grouped products in the dtype of autocast. Gradients arrive in the weights'."""
+    device = x_TH.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TH.dtype
+    narrow = None if torch.is_grad_enabled() or is_parametrized(module) else _PREPARED.get()
+    if not isinstance(narrow, NarrowExperts) or narrow.module is not module:
+        narrow = NarrowExperts(module, dtype)
+        narrow.refresh()
+    return narrow(x_TH, index_TK, weights_TK)
+
+
+class NarrowExperts:
+    """A module of experts with weights in another dtype, which are read by ``refresh`` and otherwise those of the
+    module.
+
+    Args:
+        module: one that transformers computes.
+        dtype: of the products. In bfloat16, CUDA's kernel wants rows of a multiple of 16 bytes: where the module's are
+            none, the weights stay as they are, and the products are slow.
+    """
+
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        self.module, self._dtype = module, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def refresh(self) -> None:
+        """Read the present weights, with their graph where gradients are on."""
+        names = [f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias")]
+        found = {name: weight for name in names if isinstance(weight := getattr(self.module, name, None), Tensor)}
+        fits = all(size * self._dtype.itemsize % 16 == 0 for size in self.module.down_proj.shape[1:])
+        self.__dict__ |= {name: weight.to(self._dtype) if fits else weight for name, weight in found.items()}
+
+    def __call__(self, x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """See ``experts``."""
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        out: Tensor = grouped_mm_experts_forward(self, x_TH, index_TK, weights_TK)
+        return out
 
 
 def activation_of(module: Any) -> Activation | None:
@@ -219,7 +268,7 @@ class PreparedExperts:
 
 
 @contextlib.contextmanager
-def used(prepared: PreparedExperts | None) -> Iterator[None]:
+def used(prepared: PreparedExperts | NarrowExperts | None) -> Iterator[None]:
     """Inside the block, the module of ``prepared`` computes few tokens with it in this thread. None: no module does."""
     before = _PREPARED.set(prepared)
     try:
@@ -228,7 +277,7 @@ def used(prepared: PreparedExperts | None) -> Iterator[None]:
         _PREPARED.reset(before)
 
 
-_PREPARED: ContextVar[PreparedExperts | None] = ContextVar("prepared experts", default=None)
+_PREPARED: ContextVar[Any] = ContextVar("prepared experts", default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from cohort.policy.anatomy import Anatomy
 from cohort.policy.device import kind_of
-from cohort.policy.experts import PreparedExperts
+from cohort.policy.experts import NarrowExperts, PreparedExperts
 from cohort.policy.float32_head import is_float32
 from cohort.policy.parts import Experts, Gated, Linear, Norm
 from cohort.rollout.product import NativeProduct, PackedProduct, multiplies
@@ -137,7 +138,7 @@ class LayerWeights:
     gate_up: Product | None
     """None: the MLP has experts, which the model's own module computes."""
     down: Product | None
-    experts: PreparedExperts | None = None
+    experts: PreparedExperts | NarrowExperts | None = None
     """None: the model's own module computes them in every step anew, or there are none."""
 
 
@@ -151,9 +152,12 @@ class DecoderWeights:
     """
 
     def __init__(self, anatomy: Anatomy, dtype: torch.dtype, *, native: bool = False) -> None:
-        def of_mlp(mlp: Gated | Experts) -> tuple[Product | None, Product | None, PreparedExperts | None]:
+        on_cuda = kind_of(anatomy.head.weight.device) == "cuda"
+
+        def of_mlp(mlp: Gated | Experts) -> tuple[Any, Any, PreparedExperts | NarrowExperts | None]:
             if isinstance(mlp, Experts):
-                return None, None, PreparedExperts.of(mlp.module, dtype) if native else None
+                prepared = PreparedExperts.of(mlp.module, dtype) if native else None
+                return None, None, NarrowExperts(mlp.module, dtype) if on_cuda and mlp.module else prepared
             gate_up = Product(mlp.gate_up.linears, dtype, mlp.gate_up.widths, native=native)
             return gate_up, Product([mlp.down], dtype, native=native), None
 
