@@ -318,9 +318,11 @@ def test_the_head_does_not_depend_on_the_threads():
     for count in (1, 2):
         with threads(count):
             values, grads = with_gradients(*parts, True)
-            found.append((*values, *grads))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+            found.append((grads[0], *values, *grads[1:]))
+    (one, *ones), (other, *others) = found
+    # A sum over the vocabulary by the library, which on some processors gives each thread a part of it.
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * float(other.abs().max()))
+    assert all(torch.equal(*pair) for pair in zip(ones, others, strict=True))
 
 
 @pytest.mark.parametrize("compute", [FLOAT, HALF], ids=["float32", "bfloat16"])

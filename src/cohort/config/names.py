@@ -27,6 +27,7 @@ class SettingNames(TypedDict, total=False):
     router_aux_loss_coef: float
     gradient_checkpointing: bool
     native_kernels: bool
+    torch_compile: bool
     trust_remote_code: bool
     allow_pickled_weights: bool
     data: Mapping[str, Any] | Section

@@ -93,6 +93,9 @@ class ModelConfig(Section):
     """On a CPU, compute everything between the matrix products in C, compiled at first use by the machine's compiler;
     without a compiler, torch computes it. Affects speed and memory only: random draws are the same, samples and
     gradients are equal up to rounding."""
+    torch_compile: bool = True
+    """On CUDA, let torch compile norms, rotations and gates of an update's layers, where their results agree and
+    compiling works: fewer kernels. Gradients are equal up to rounding."""
     trust_remote_code: bool = False
     """Run model code from the model's folder."""
     allow_pickled_weights: bool = False

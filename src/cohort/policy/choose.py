@@ -16,6 +16,7 @@ from cohort.policy.anatomy import logit_multiplier
 from cohort.policy.compute import ComputeModel, modes_restored, without_dropout
 from cohort.policy.context import context_length
 from cohort.policy.custom_attention import CustomAttention
+from cohort.policy.device import kind_of
 from cohort.policy.experts import own_experts
 from cohort.policy.float32_head import is_float32
 from cohort.policy.head import Head
@@ -108,6 +109,8 @@ def _candidates(model: ComputeModel) -> Iterator[Candidate[Passes]]:
         UnsupportedModel, AttributeError
     ):  # no reason is given: most families run with transformers' own layers
         LeanLayers(model)
+        if model.torch_compile and kind_of(model.device) == "cuda":
+            yield Candidate("compiled", lambda: SharedPasses(model, head(), LeanLayers(model, compiled=True)))
         yield Candidate("lean", lambda: SharedPasses(model, head(), LeanLayers(model)))
     yield Candidate("custom attention", lambda: SharedPasses(model, head(), CustomAttention(model)))
     yield Candidate("padded", lambda: PlainPasses(model, head()))

@@ -43,6 +43,8 @@ class ComputeModel:
         """Weight of the load-balancing loss of a mixture-of-experts model in an update; see ``policy.router``."""
         self.native_kernels = True
         """Whether passes on a CPU use the kernels of ``cohort.native`` where they are available."""
+        self.torch_compile = False
+        """Whether passes on CUDA compile what lies between the products of layers, where that works."""
         self.adds_gradients = False
         """See ``gradients_in_place``."""
         self._adapter = adapter

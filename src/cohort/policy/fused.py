@@ -1,13 +1,14 @@
 """What a layer computes between its matrix products, each as one differentiable operation.
 
 On a CPU these are the kernels of update.c, which read the numbers once and keep only what their backward passes need.
-Elsewhere, and in float64, torch's own operations compute the same.
+On CUDA torch compiles each operation to one kernel forward and one backward. Elsewhere, and in float64, torch's own
+operations compute the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.native import call, require, threads_for, whole_rows
+from cohort.policy.parts import need
+
+MOST_GRAPHS = 64
+"""Most graphs of a compiled operation: it has one for each dtype, rank and size that is fixed, with gradients or
+without. (torch's own limit is 8; beyond it, it runs operations one by one.)"""
 
 
 class Fused:
@@ -25,10 +31,12 @@ class Fused:
         native: whether the native kernels compute them; otherwise torch does.
         wide: dtype of the residual stream and of sums: float32 or float64.
         narrow: dtype of the factors of matrix products.
+        compiled: whether torch compiles them, without native kernels.
     """
 
-    def __init__(self, native: bool, wide: torch.dtype, narrow: torch.dtype) -> None:
+    def __init__(self, native: bool, wide: torch.dtype, narrow: torch.dtype, *, compiled: bool = False) -> None:
         self.native, self.wide, self.narrow = native, wide, narrow
+        self._by_torch: Callable[[Any], Any] = compiled_once if compiled else lambda function: function
 
     def norm(self, x: Tensor, factor: Tensor, eps: float, *, centred: bool = False, wide: bool = False) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * factor``, over the last axis; if centred, of x without its mean.
@@ -44,7 +52,8 @@ class Fused:
         if centred:
             return functional.layer_norm(x.to(self.wide), x.shape[-1:], factor, eps=eps).to(dtype)
         if not self.native:
-            return functional.rms_norm(x.to(self.wide), x.shape[-1:], factor, eps).to(dtype)
+            normed: Tensor = self._by_torch(_normed)(x, factor, eps, dtype)
+            return normed
         out: Tensor = _AddNorm.apply(x, None, factor, eps, dtype)  # type: ignore[no-untyped-call]
         return out
 
@@ -52,9 +61,12 @@ class Fused:
         self, x: Tensor, update: Tensor | None, factor: Tensor, eps: float, *, centred: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The residual stream with an update added, and its norm in the narrow dtype."""
-        if update is None or centred or not self.native:
+        if update is None or centred:
             x = x if update is None else x + update
             return x, self.norm(x, factor, eps, centred=centred)
+        if not self.native:
+            both: tuple[Tensor, Tensor] = self._by_torch(_add_normed)(x, update, factor, eps, self.narrow)
+            return both
         pair: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, factor, eps, self.narrow)  # type: ignore[no-untyped-call]
         return pair
 
@@ -64,7 +76,8 @@ class Fused:
         if self.native:
             out: Tensor = _Rotate.apply(x_TAD, cos_TR, sin_TR, self.narrow, neighbours)  # type: ignore[no-untyped-call]
             return out
-        return rotated(x_TAD.to(self.wide), cos_TR[:, None], sin_TR[:, None], neighbours=neighbours).to(self.narrow)
+        turned: Tensor = self._by_torch(_turned)(x_TAD, cos_TR, sin_TR, self.narrow, neighbours)
+        return turned
 
     def gate(self, *parts: Tensor, gelu: bool, wide: bool = False) -> Tensor:
         """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype, or in the wide one.
@@ -79,9 +92,60 @@ class Fused:
         if self.native:
             out: Tensor = _Gate.apply(gelu, *parts)  # type: ignore[no-untyped-call]
             return out
-        gate, up = _gate_and_up(parts)
-        activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
-        return activation(gate) * up
+        active: Tensor = self._by_torch(_active)(*_gate_and_up(parts), gelu)
+        return active
+
+
+def _normed(x: Tensor, factor: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return functional.rms_norm(x.to(factor.dtype), x.shape[-1:], factor, eps).to(dtype)
+
+
+def _add_normed(x: Tensor, update: Tensor, factor: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = x + update
+    return x, _normed(x, factor, eps, dtype)
+
+
+def _turned(x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, dtype: torch.dtype, neighbours: bool) -> Tensor:
+    return rotated(x_TAD.to(cos_TR.dtype), cos_TR[:, None], sin_TR[:, None], neighbours=neighbours).to(dtype)
+
+
+def _active(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    activation = partial(functional.gelu, approximate="tanh") if gelu else functional.silu
+    return activation(gate) * up
+
+
+@torch.enable_grad()
+def try_compiled(device: torch.device, narrow: torch.dtype) -> None:
+    """Raise what compiling the operations or running them forward and backward raises, or ``UnsupportedModel`` if they
+    then compute something else."""
+    x = torch.linspace(-2, 2, 24, device=device).view(3, 2, 4)
+    half, factor, angles = x.to(narrow), x[0, 0], (x[:, 0].cos(), x[:, 0].sin())
+    cases: tuple[tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Any, ...]], ...] = (
+        (_normed, (x, factor), (1e-6, narrow)),
+        (_add_normed, (x, half, factor), (1e-6, narrow)),
+        (_turned, (half, *angles), (narrow, False)),
+        (_active, (half, half), (False,)),
+    )
+    for function, given, rest in cases:
+        found = []
+        for run in (function, compiled_once(function)):
+            leaves = [part.detach().clone().requires_grad_() for part in given]
+            out = run(*leaves, *rest)
+            outs = out if isinstance(out, tuple) else (out,)
+            total = torch.stack([part.float().square().sum() for part in outs]).sum()
+            found.append([*outs, *torch.autograd.grad(total, leaves)])
+        # Rounding between operations differs: bfloat16 has 8 bits.
+        alike = [torch.allclose(a.float(), b.float(), 2**-5, 2**-5) for a, b in zip(*found, strict=True)]
+        need(all(alike), f"{function.__name__} computes something else when it is compiled")
+
+
+@cache
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation, compiled for any number of tokens."""
+    from torch._dynamo import config  # which takes seconds to import
+
+    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
+    return torch.compile(function, dynamic=True)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> Tensor:

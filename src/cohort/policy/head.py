@@ -34,6 +34,8 @@ CHUNK_TOKENS = 512
 """Maximum number of tokens of a chunk."""
 CHUNK_LOGITS = 2**25
 """Maximum number of logits of a chunk (128 MiB in float32)."""
+CUDA_TOKENS, CUDA_LOGITS = 2048, 2**29
+"""The same on CUDA, whose products want more rows: at most 2 GiB in float32."""
 NATIVE_TOKENS = 1024
 """Maximum number of tokens of a chunk in native kernels, which need one tensor of logits."""
 KEPT_BYTES = 2**26
@@ -146,7 +148,9 @@ class CompletionStates:
         """Tokens whose logits torch has at the same time."""
         linear = self.head.linear
         vocabulary = self.hidden_NH.shape[1] if linear is None else linear.weight.shape[0]
-        return _whole_shapes(max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // vocabulary)))
+        on_cuda = kind_of(self.hidden_NH.device) == "cuda"
+        tokens, logits = (CUDA_TOKENS, CUDA_LOGITS) if on_cuda else (CHUNK_TOKENS, CHUNK_LOGITS)
+        return _whole_shapes(max(1, min(tokens, logits // vocabulary)))
 
     @property
     def drawn_chunk(self) -> int:
@@ -208,7 +212,9 @@ def chunked_terms(
     first = states[0]
     wide = torch.promote_types(first.hidden_NH.dtype, torch.float32)
     total = first.hidden_NH.new_zeros((), dtype=wide)
-    for span in first.chunks(first.chunk):
+    # On CUDA a quarter: a term and its gradient have several tensors of the vocabulary's width for each model.
+    size = first.chunk // 4 if kind_of(first.hidden_NH.device) == "cuda" else first.chunk
+    for span in first.chunks(max(1, size)):
         parts = [values[span] for values in (*(each.hidden_NH for each in states), *others_N)]
         total = total + torch.utils.checkpoint.checkpoint(
             piece, span.start, *parts, use_reentrant=False, preserve_rng_state=False

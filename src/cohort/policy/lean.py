@@ -17,7 +17,7 @@ from torch.nn import functional
 from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.anatomy import Anatomy, Layer
 from cohort.policy.compute import ComputeModel
-from cohort.policy.fused import Fused, gated, split_gate
+from cohort.policy.fused import Fused, gated, split_gate, try_compiled
 from cohort.policy.head import gradient_of, in_like_shapes
 from cohort.policy.narrow import takes_in_place
 from cohort.policy.parts import Experts, Gated, Norm, need
@@ -32,20 +32,24 @@ class LeanLayers:
 
     Args:
         model: the model.
+        compiled: whether torch compiles what lies between the products.
 
     Raises:
         UnsupportedModel: ``Anatomy`` cannot read it.
+        Exception: compiling does not work.
     """
 
     returns_keys = True
 
-    def __init__(self, model: ComputeModel) -> None:
+    def __init__(self, model: ComputeModel, *, compiled: bool = False) -> None:
         self.model = model
         self.anatomy = Anatomy.of(model.model)
         counted = self.anatomy.has_experts and model.router_aux_loss_coef
         need(not counted, "the load-balancing loss needs what routers say")
         wide = torch.promote_types(model.precision.master, torch.float32)
-        self.fused = Fused(not model.why_no_kernels(), wide, model.precision.compute)
+        self.fused = Fused(not model.why_no_kernels(), wide, model.precision.compute, compiled=compiled)
+        if compiled:
+            try_compiled(model.device, model.precision.compute)
 
     def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
         """See ``Body``."""

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.native import call, empty_packed, has_pairs, pack, packed_bias, require, room
+from cohort.policy.device import kind_of
 
 PANEL, HELD = 32, 4096
 """Numbers of the kernels: outputs that are laid out together, and most of them whose words weight_gradient.c holds."""
@@ -216,6 +217,9 @@ def _add_gradient(total_OI: Tensor, grad_TO: Tensor, x_TI: Tensor, *, native: bo
     outputs, inputs = total_OI.shape
     if grad_TO.dtype == total_OI.dtype:
         total_OI.addmm_(grad_TO.mT, x_TI)
+        return
+    if kind_of(total_OI.device) == "cuda" and total_OI.dtype == torch.float32:  # the product is added unrounded
+        torch.addmm(total_OI, grad_TO.mT, x_TI, out_dtype=total_OI.dtype, out=total_OI)
         return
     size = max(1, PRODUCT // inputs)
     for start in range(0, outputs, size):

@@ -163,6 +163,7 @@ class Policy(ComputeModel):
     def _like(self, model: Any, *, adapter: str | None) -> Policy:
         other = Policy(model, self.precision, dropout=self.dropout, adapter=adapter)
         other.version, other.native_kernels = self.version, self.native_kernels
+        other.torch_compile = self.torch_compile
         return other
 
     @torch.no_grad()
@@ -214,7 +215,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     if config.gradient_checkpointing:
         enable_checkpointing(model)
     policy = Policy(model, precision, dropout=config.dropout)
-    policy.native_kernels = config.native_kernels
+    policy.native_kernels, policy.torch_compile = config.native_kernels, config.torch_compile
     if has_adapters(model):
 
         def trial() -> torch.Tensor:

@@ -20,8 +20,8 @@ from cohort.errors import ConfigError, RunFolderError, did_you_mean
 from cohort.presets import setting_names
 
 MAY_CHANGE_ON_RESUME = {
-    *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels", "lora.save_merged")),
-    *(f"model.{name}" for name in ("trust_remote_code", "allow_pickled_weights")),
+    *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels", "torch_compile")),
+    *(f"model.{name}" for name in ("lora.save_merged", "trust_remote_code", "allow_pickled_weights")),
     *(f"data.{name}" for name in ("eval", "eval_rows", "eval_split")),
     *(f"rollout.{name}" for name in ("max_batch_size", "cache_tokens")),
     *("vllm", "eval", "parallel", "report"),
