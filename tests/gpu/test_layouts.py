@@ -28,7 +28,7 @@ def test_log_probs_and_gradients_are_those_of_the_whole_model(compute, tolerance
     logps_N, gradient = computed()
     layout = Full(World())
     try:
-        layout.shard(policy.model)
+        layout.shard(policy.model, compute)
         again_N, sharded = computed()
         with layout.whole(policy.model):
             assert not hasattr(next(policy.model.parameters()), "device_mesh")
