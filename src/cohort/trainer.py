@@ -182,7 +182,8 @@ class GRPOTrainer:
         if self._episodes:
             self._episodes.engine = self.engine  # which may have been replaced
         weights = partial(ranks.whole_to_sample, self.layout, self.engine)
-        return sampler if self.world.size == 1 else DividedSampler(sampler, self.world, weights)
+        divided = self.world.size > 1 or self.layout.passes_exchange
+        return DividedSampler(sampler, self.world, weights) if divided else sampler
 
     def train(self, *, resume: Resume = False, allow_changed: Collection[str] = ()) -> dict[str, Any]:
         """Train with a progress display; return the summary, which is also written to ``summary.json``.

@@ -2,14 +2,20 @@
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from cohort.parallel import Layout, World, layout_of
+from cohort.parallel import Full, Layout, World, layout_of
+from cohort.parallel.full import used_wide
+from tests.conftest import tiny_llama
 from tests.parallel.launching import Ranks, on_ranks
 from tests.parallel.under_layouts import (
     FAILURES,
     LAYOUTS,
     failure_on_one_rank,
     gap,
+    half_gradient,
+    make_policy,
     on_each_layout,
     out_of_memory_in_the_sum,
     updates,
@@ -100,6 +106,54 @@ def test_bfloat16_and_kernels_stay_close_to_one_process():
             assert gap(weights, expected[1]) < 6.1e-2
 
 
+HALF_CASES = [
+    {},
+    {"tie_word_embeddings": True, "checkpointing": True},
+    {"passes": "custom"},
+    {"lora": True},
+    {"experts": True, "kernels": True},
+    {"recurrent": "gpt_oss", "kernels": True},
+    {"recurrent": "qwen3_5_text", "kernels": True},
+    {"recurrent": "falcon_h1"},
+]
+
+
+@pytest.mark.ranks
+def test_layers_gathered_in_bfloat16_compute_the_bits_of_one_process():
+    """Autocast rounds to bfloat16 what is gathered in it, and two equal gradients add up without rounding."""
+    cases = [("half_gradient", settings) for settings in HALF_CASES]
+    for found in on_ranks(2, on_each_layout, ["full"], cases):
+        for index, settings in enumerate(HALF_CASES):
+            logps_N, grads, gathered, narrow = found["full", index]
+            expected_N, expected, *_ = half_gradient(Layout(), **settings)
+            assert np.array_equal(logps_N, expected_N), settings
+            assert grads.keys() == expected.keys()
+            assert gap(grads, expected) == 0, settings
+            if settings == {}:
+                check_gathers(gathered, narrow)
+
+
+def check_gathers(gathered, narrow):
+    """What two ranks gather of the llama with three layers: the root in float32, and each layer's matrices in bfloat16;
+    a rank sends half of the numbers."""
+    matrices = [weight for weight in tiny_llama().model.layers[0].parameters() if weight.ndim == 2]
+    half = sum(weight.numel() for weight in matrices) // 2
+    assert {numbers for dtype, numbers in gathered if dtype == torch.bfloat16} == {half}
+    assert len({numbers for dtype, numbers in gathered if dtype == torch.float32}) == 1
+    assert {dtype for dtype, _ in gathered} == {torch.bfloat16, torch.float32}
+    assert len(narrow) == 3 * 7
+    assert all("_proj.weight" in name for name in narrow)
+
+
+def test_what_autocast_does_not_round_is_not_gathered_in_half_precision():
+    layer = nn.Module()
+    layer.linear, layer.norm, layer.convolution = nn.Linear(64, 64), nn.LayerNorm(64), nn.Conv1d(4, 4, 1)
+    wide = [layer.linear.bias, *layer.norm.parameters(), *layer.convolution.parameters()]
+    assert used_wide(layer) == set(wide)  # 212 of 4,308 numbers
+    layer.table = nn.Embedding(100, 32)  # more than a sixteenth: the layer is gathered as it is
+    assert used_wide(layer) is None
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("failure", FAILURES)
 def test_where_passes_exchange_weights_a_rank_that_fails_ends_the_run(failure):
@@ -131,6 +185,14 @@ def test_elsewhere_all_ranks_repeat_with_fewer_tokens():
     assert found[0] == found[1]
 
 
+def test_passes_compute_where_the_model_was_loaded():
+    """``parallel.offload`` moves the weights away."""
+    policy = make_policy()
+    policy.model.to("meta")
+    assert policy.device == torch.device("cpu")
+
+
 def test_one_rank_needs_no_division():
     for name in LAYOUTS:
         assert type(layout_of(name, World())) is Layout
+    assert type(layout_of("full", World(), offload=True)) is Full  # there is something to move

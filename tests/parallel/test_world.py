@@ -3,14 +3,18 @@
 import logging
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cohort import watchdog
 from cohort.errors import ConfigError, RankError, RewardError
-from cohort.parallel import Layout, World, agreed, layout_of, on_main, shares, together
+from cohort.parallel import Layout, Sharded, World, agreed, layout_of, on_main, shares, together
+from cohort.parallel import layout as layouts
 from cohort.parallel.shares import imbalance
+from cohort.runs.tensors import own
 from tests.parallel.launching import Ranks, on_ranks
 
 
@@ -121,6 +125,84 @@ def test_exchanges_and_agreement_on_two_ranks():
     assert "list" in first["places"]
     assert "sorted" in first["places"]
     assert first["costs"]
+
+
+def _many_buckets():
+    """What the layouts exchange in buckets of two numbers: the sums, and for each exchange how many meetings there were
+    and how many tensors travelled at most at once."""
+    world = World.of_environment()
+    layouts.BUCKET_BYTES, seen = 16, []
+
+    class Travelling:
+        def __init__(self, work):
+            self.work = work
+            seen[-1]["now"] += 1
+            seen[-1]["most"] = max(seen[-1]["most"], seen[-1]["now"])
+
+        def wait(self):
+            self.work.wait()
+            seen[-1]["now"] -= 1
+
+    def meet(**arguments):
+        seen.append({"now": 0, "most": 0})
+        return barrier(**arguments)
+
+    barrier, dist.barrier = dist.barrier, meet
+
+    def begin(real, *given, **arguments):
+        work = real(*given, **arguments)
+        return Travelling(work) if arguments.get("async_op") else work
+
+    for name in ("all_reduce", "reduce_scatter_single", "all_gather_single"):
+        setattr(dist, name, partial(begin, getattr(dist, name)))
+
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.full((3,), float(n))) for n in range(7))
+    found = []
+    for layout in (Layout(world), Sharded(world)):
+        parts = layout.trained(model)
+        for number, parameter in enumerate(model):
+            parameter.grad = torch.full((3,), number + 10.0 * world.rank)
+        layout.sum_gradients(list(parts.values()))
+        found.append([own(part.grad).tolist() for part in parts.values()])
+        with torch.no_grad():
+            for part in parts.values():
+                own(part).mul_(2)
+        layout.stepped()
+        found.append([parameter.tolist() for parameter in model])
+    world.close()
+    return found, [(each["now"], each["most"]) for each in seen]
+
+
+def test_buckets_travel_together_after_one_meeting():
+    (first, meetings), (second, others) = on_ranks(2, _many_buckets)
+    sums = [[2.0 * n + 10] * 3 for n in range(7)]
+    assert first[0] == second[0] == sums
+    assert first[2] == [row[:2] for row in sums]
+    assert second[2] == [row[2:] for row in sums]
+    assert first[1] == second[1] == [[2.0 * n] * 3 for n in range(7)]
+    assert first[3] == second[3] == [[4.0 * n] * 3 for n in range(7)]
+    # Of each layout, which gradients there are, then the gradients; under "optimizer" then the weights.
+    assert meetings == others == [(0, 0), (0, 3), (0, 0), (0, 3), (0, 3)]
+
+
+def _dies_among_buckets():
+    world = World.of_environment()
+
+    def tensors():
+        yield from torch.ones(5, 4)
+        if world.rank == 1:
+            os._exit(7)
+        yield from torch.ones(5, 4)
+
+    return sum(len(summed) for summed in world.sums(tensors()))
+
+
+def test_a_rank_that_dies_among_buckets_ends_the_others():
+    with Ranks(2, _dies_among_buckets) as ranks:
+        ranks.wait(60)
+        (kind, (name, _), _), died = ranks.outcomes()
+    assert (kind, name) == ("raised", "RankError")
+    assert died[:2] == ("died", 7)
 
 
 def _left_alone():

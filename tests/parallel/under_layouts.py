@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ from cohort.policy import Policy, Precision, add_adapters, enable_checkpointing
 from cohort.policy.choose import find_head
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.passes import PlainPasses, SharedPasses
+from cohort.policy.rows import PackedRows
 from cohort.rollout import LocalEngine, RNGKey, Sampling
+from cohort.runs.tensors import whole
 from cohort.train import Optimizer, StepContext, TokenBudget, part_of, update
 from cohort.types import Prompt
 from tests.conftest import tiny_llama
@@ -93,7 +96,7 @@ def updates(layout, *, optimizer="adamw", budget=20, few=False, poison=False, fu
     described = policy.passes.description
     for each in (policy, reference):
         if each is not None and (each is policy or each.model is not policy.model):
-            layout.shard(each.model)
+            layout.shard(each.model, each.precision.compute)
     config = OptimConfig(learning_rate=1e-2, max_grad_norm=0.5, weight_decay=0.1, optimizer=optimizer)
     rule = Optimizer(policy.model, config, UPDATES, layout)
     context = StepContext(policy, rule, objective, Sampling(8), TokenBudget(budget), reference, layout)
@@ -191,3 +194,40 @@ def gap(one, other):
     """The largest difference between weights."""
     assert one.keys() == other.keys()
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+@contextlib.contextmanager
+def gathers():
+    """The dtypes of what FSDP2 gathers in the block, with the numbers of each rank."""
+    found, gather = [], torch.distributed.all_gather_single
+
+    def recorded(output, given, **arguments: Any):
+        found.append((given.dtype, given.numel()))
+        return gather(output, given, **arguments)
+
+    torch.distributed.all_gather_single = recorded
+    try:
+        yield found
+    finally:
+        torch.distributed.all_gather_single = gather
+
+
+def half_gradient(layout, **settings: Any):
+    """Log-probs and gradients in bfloat16 of a pass that every rank makes alike, so that the sum over R ranks is R
+    times the gradient of one; what was gathered; and the weights that are bfloat16 in ``whole``."""
+    policy = make_policy("bfloat16", **settings)
+    _ = policy.passes
+    layout.shard(policy.model, policy.precision.compute)
+    parameters = layout.trained(policy.model)
+    with gathers() as gathered:
+        prefixes = policy.passes.read([(3, 4, 5, 6), (7, 8)])
+        with policy.compute():
+            rows = PackedRows.of([0, 1, 0], [(7, 8, 9), (2, 3), (5,)])
+            logps_N = policy.states(prefixes, rows, 1.0).logps().logps_N
+            logps_N.sum().backward()
+            prefixes.backward()
+    layout.sum_gradients(list(parameters.values()))
+    grads = {name: whole(p.grad).double().numpy() / layout.world.size for name, p in parameters.items()}
+    with layout.whole(policy.model):
+        narrow = sorted(name for name, p in policy.model.named_parameters() if p.dtype == torch.bfloat16)
+    return logps_N.detach().double().numpy(), grads, gathered, narrow

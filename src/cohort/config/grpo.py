@@ -119,6 +119,8 @@ class GRPOConfig(Section):
                 f"{rule!r} needs whole weights: set optim.optimizer 'adamw' or parallel.layout 'replicate'"
             )
         if layout != "full":
+            if self.parallel.offload:
+                raise ValueError(f"parallel.offload needs parallel.layout 'full', which is {layout!r}: set one of them")
             return
         refused = {
             "model.quantization": self.model.quantization != "none",

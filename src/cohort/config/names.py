@@ -168,6 +168,7 @@ class SettingNames(TypedDict, total=False):
     early_stopping_patience: int
     parallel: Mapping[str, Any] | Section
     layout: Literal["replicate", "optimizer", "full"]
+    offload: bool
     rank_timeout: float
     run: Mapping[str, Any] | Section
     output_dir: str | PathLike[str] | None

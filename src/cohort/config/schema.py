@@ -253,6 +253,9 @@ class ParallelConfig(Section):
     layout: Literal["replicate", "optimizer", "full"] = "replicate"
     """How the ranks hold what is trained. "replicate": each holds everything. "optimizer": gradients and the
     optimizer's state are divided. "full": the weights too, which are gathered layer by layer in each pass."""
+    offload: bool = False
+    """With the layout "full" on GPUs: keep weights, gradients and the optimizer's state in main memory, where the
+    optimizer steps. For models that do not fit otherwise; also with one rank."""
     rank_timeout: PositiveFloat = 3600.0
     """Seconds that a rank waits for the others before the run ends. A rank that dies is noticed at once."""
 

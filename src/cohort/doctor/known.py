@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from cohort.calls import LOGS
 from cohort.config import GRPOConfig, Schedule
@@ -196,19 +198,22 @@ def memory(run: Run) -> list[Finding]:
 
 def memory_of(run: Run) -> Memory:
     """The pieces of the prediction."""
-    parts = run.parts
+    parts, where = run.parts, run.parts.policy.device.type
+
+    def nbytes(tensors: Iterable[Tensor]) -> int:
+        return sum(own(tensor).nbytes for tensor in tensors if own(tensor).device.type == where)  # not offloaded
+
     rules = [
-        (type(rule).__name__, sum(own(p).nbytes for group in rule.param_groups for p in group["params"]))
+        (type(rule).__name__, nbytes(p for group in rule.param_groups for p in group["params"]))
         for rule in parts.optimizer.rules
     ]
     trained: dict[str, int] = {}
     for name, count in rules:
         trained[name] = trained.get(name, 0) + count
     free, state = free_bytes(parts.policy.device), optimizer_bytes(trained)
-    gradients = sum(own(parameter).nbytes for parameter in parts.optimizer.parameters)
-    weights = sum(own(parameter).nbytes for parameter in parts.policy.model.parameters())
+    gradients, weights = nbytes(parts.optimizer.parameters), nbytes(parts.policy.model.parameters())
     copy = state + (gradients if has_adapters(parts.policy.model) else weights)
-    on_device = parts.policy.device.type == "cpu" and free is not None and copy < free * COPY_SHARE
+    on_device = where == "cpu" and free is not None and copy < free * COPY_SHARE
     return Memory(
         free=free,
         optimizer=state,

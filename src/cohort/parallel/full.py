@@ -2,25 +2,32 @@
 
 FSDP2 gathers a module's weights before its ``forward`` and frees them after it; in the backward pass it gathers them
 again, and then scatters the sums of the gradients. Passes that do not go through ``forward`` use ``call_gathered``.
+
+Where matrix products are in half precision, a layer's matrices are gathered in it. Autocast would round them so, and
+their gradients too, which are added up in float32: results have the same bits. The rest of such a layer (norms, biases,
+routers, convolutions) is used in float32. Since FSDP2 wants gradients of one dtype in a layer, and the rest is small,
+it is held as in the layout ``optimizer``: whole on every rank, with its gradient and the optimizer's state divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cohort.errors import ConfigError, ModelError
-from cohort.parallel.layout import Layout
-from cohort.parallel.sharded import clip_sharded, rank_mesh
+from cohort.parallel.sharded import Sharded, rank_mesh
 from cohort.parallel.world import World
 
 T = TypeVar("T")
 METHOD = "cohort_call"
 """The method of a sharded module that ``call_gathered`` uses."""
+SMALL = 1 / 16
+"""Most of a layer that every rank holds whole."""
 
 
 def call_gathered(module: nn.Module, function: Callable[..., T], *arguments: Any) -> T:
@@ -56,8 +63,12 @@ def class_before_sharding(module: nn.Module) -> type:
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
 
 
-class Full(Layout):
-    """See the module. Weights are gathered in the dtype that they are trained in.
+class Full(Sharded):
+    """See the module.
+
+    Args:
+        world: the ranks.
+        offload: whether shards, their gradients and the optimizer's state are in main memory. Needs CUDA.
 
     Raises:
         ConfigError: PyTorch is too old.
@@ -65,7 +76,7 @@ class Full(Layout):
 
     passes_exchange = True
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, offload: bool = False) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
@@ -74,34 +85,33 @@ class Full(Layout):
                 "set parallel.layout to 'optimizer'"
             )
         super().__init__(world)
+        self._offload = offload
         self._layers: dict[int, list[Any]] = {}
 
-    def shard(self, model: nn.Module) -> None:
-        """See ``Layout``. Each decoder layer is gathered by itself; embedding, head and last norm with the root."""
-        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+    def shard(self, model: nn.Module, compute: torch.dtype = torch.float32) -> None:
+        """See ``Layout``. Each decoder layer is gathered by itself; embedding, head and last norm with the root, in the
+        dtype that they are trained in."""
+        from torch.distributed import fsdp
 
-        mesh = rank_mesh(self.world, model)
         layers: list[Any] = decoder_layers(model)
+        where = fsdp.CPUOffloadPolicy() if self._offload else fsdp.OffloadPolicy()
+        shard = partial(fsdp.fully_shard, mesh=rank_mesh(self.world, model), offload_policy=where)
+        narrow = fsdp.MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
         for module in layers:
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            rest = used_wide(module) if compute.itemsize < torch.float32.itemsize else None
+            policy = fsdp.MixedPrecisionPolicy() if rest is None else narrow
+            shard(module, reshard_after_forward=True, mp_policy=policy, ignored_params=rest)
         # The head runs outside of the root's forward pass, so that the root keeps its weights until the backward pass.
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        shard(model, reshard_after_forward=False)
         for module in (*layers, model):
-            assert isinstance(module, FSDPModule)
+            assert isinstance(module, fsdp.FSDPModule)
             # Gradients are summed, not averaged: each token is weighted over all ranks. Neither setting is recursive.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             setattr(module, METHOD, _run)
-            register_fsdp_forward_method(module, METHOD)  # type: ignore[arg-type]
+            fsdp.register_fsdp_forward_method(module, METHOD)  # type: ignore[arg-type]
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         self._layers[id(model)] = layers
-
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """See ``Layout``. The passes have done it."""
-
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See ``Layout``."""
-        return clip_sharded(parameters, max_norm)
 
     @contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
@@ -123,6 +133,18 @@ class Full(Layout):
 
 def _run(function: Callable[..., T], *arguments: Any) -> T:
     return function(*arguments)
+
+
+def used_wide(layer: nn.Module) -> set[nn.Parameter] | None:
+    """The parameters of a layer that autocast does not round: all but the matrices of linear layers and experts. None:
+    they are too much of it."""
+    wide = set(layer.parameters())
+    most = SMALL * sum(weight.numel() for weight in wide)
+    for module in layer.modules():
+        # What transformers computes as experts has this attribute.
+        axes = 2 if type(module) is nn.Linear else 3 if hasattr(module, "is_transposed") else None
+        wide -= {weight for weight in module.parameters(recurse=False) if weight.ndim == axes}
+    return wide if sum(weight.numel() for weight in wide) <= most else None
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

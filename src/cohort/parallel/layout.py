@@ -29,9 +29,14 @@ class Layout:
     def __init__(self, world: World | None = None) -> None:
         self.world = world or World()
 
-    def shard(self, model: nn.Module) -> None:
+    def shard(self, model: nn.Module, compute: torch.dtype = torch.float32) -> None:
         """Divide a loaded model over the ranks, in place: after the reference was copied from it, before the optimizer
-        is made."""
+        is made.
+
+        Args:
+            model: the model.
+            compute: the dtype of matrix products.
+        """
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """What the optimizer steps, by the names of the model's parameters: the parameters that require a gradient, or
@@ -46,9 +51,9 @@ class Layout:
             return
         known = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
         some = [p for p, count in zip(parameters, self.world.sum_(known).tolist(), strict=True) if count]
-        for bucket in buckets(some):
-            flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket])
-            self.world.sum_(flat)
+        each = list(buckets(some))
+        flats = (torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in b]) for b in each)
+        for bucket, flat in zip(each, self.world.sums(flats), strict=True):
             for parameter, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 if parameter.grad is None:
                     parameter.grad = grad.view_as(parameter).clone()

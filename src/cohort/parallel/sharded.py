@@ -74,39 +74,52 @@ class Sharded(Layout):
 
     def trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """See ``Layout``."""
-        wanted = trainable(model)
-        mesh = rank_mesh(self.world, model)
-        self._shards = [Shard.of(weight, self.world, mesh, name) for name, weight in wanted.items()]
-        return {name: shard.part for name, shard in zip(wanted, self._shards, strict=True)}
+        wanted, mesh = trainable(model), rank_mesh(self.world, model)
+        for name, weight in wanted.items():
+            if not hasattr(weight, "device_mesh"):  # of FSDP2's shards
+                self._shards.append(Shard.of(weight, self.world, mesh, name))
+                wanted[name] = self._shards[-1].part
+        return wanted
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: ARG002 - their shards are known
         """See ``Layout``. The gradients of the weights end up in those of their shards."""
         size = self.world.size
+        if not self._shards:
+            return
         known = torch.tensor([shard.whole.grad is not None for shard in self._shards], dtype=torch.int32)
         counts = self.world.sum_(known).tolist()
         some = {shard.whole: shard for shard, count in zip(self._shards, counts, strict=True) if count}
-        for bucket in buckets(list(some)):
-            shards = [some[weight] for weight in bucket]
-            grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
-            rows = [shard.padded(grad, size) for shard, grad in zip(shards, grads, strict=True)]
-            sums = self.world.scatter_sum(torch.cat(rows, dim=1))
-            for shard, piece in zip(shards, sums.split([shard.width for shard in shards]), strict=True):
+        each = [[some[weight] for weight in bucket] for bucket in buckets(list(some))]
+
+        def rows(shard: Shard) -> Tensor:
+            grad, shard.whole.grad = shard.whole.grad, None  # freed as soon as the bucket holds a copy
+            return shard.padded(torch.zeros_like(shard.whole) if grad is None else grad, size)
+
+        sums = self.world.scatter_sums(torch.cat([rows(shard) for shard in shards], dim=1) for shards in each)
+        for shards, own in zip(each, sums, strict=True):
+            for shard, piece in zip(shards, own[0].split([shard.width for shard in shards]), strict=True):
                 local = piece.view(shard.rows, *shard.whole.shape[1:])[: len(shard.local)]
                 shard.part.grad = _like(shard.part, local)
-                shard.whole.grad = None
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """See ``Layout``."""
-        return clip_sharded(parameters, max_norm)
+        """See ``Layout``. Some gradients may be in main memory and others on a GPU; the norm is where the first is."""
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norms: list[Tensor] = []
+        for device in dict.fromkeys(grad.device for grad in grads):
+            norm: Any = nn.utils.get_total_norm([grad for grad in grads if grad.device == device])
+            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        return total
 
     @torch.no_grad()
     def stepped(self) -> None:
         """See ``Layout``. Every rank gets the rows that the others have stepped."""
         by_weight = {shard.whole: shard for shard in self._shards}
-        for bucket in buckets(list(by_weight)):
-            shards = [by_weight[weight] for weight in bucket]
-            everyone = self.world.join(torch.cat([shard.padded(shard.local, 1)[0] for shard in shards]))
+        each = [[by_weight[weight] for weight in bucket] for bucket in buckets(list(by_weight))]
+        flats = (torch.cat([shard.padded(shard.local, 1) for shard in shards], dim=1) for shards in each)
+        for shards, everyone in zip(each, self.world.joins(flats), strict=True):
             for shard, pieces in zip(shards, everyone.split([shard.width for shard in shards], dim=1), strict=True):
                 weight = shard.whole
                 weight.copy_(pieces.reshape(-1, *weight.shape[1:])[: len(weight)])
@@ -117,9 +130,13 @@ def rank_mesh(world: World, model: nn.Module) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = next(model.parameters()).device.type
+    weight: Any = next(model.parameters())
+    if hasattr(weight, "device_mesh"):
+        return weight.device_mesh
+    device = weight.device.type
     if world.size == 1 and not dist.is_initialized():
-        dist.init_process_group({"cuda": "nccl"}.get(device, "gloo"), store=dist.HashStore(), rank=0, world_size=1)
+        backend = {"cuda": "cpu:gloo,cuda:nccl"}.get(device, "gloo")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device, (world.size,))
 
 
@@ -131,12 +148,3 @@ def _like(part: Any, local: Tensor) -> Tensor:
         local, part.device_mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride()
     )
     return made
-
-
-def clip_sharded(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """``clip_grad_norm_`` of sharded gradients; the norm is that of the whole gradient, the same on every rank."""
-    norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    whole: Tensor = norm
-    return whole

@@ -2,8 +2,9 @@
 
 A rank is a process. ``torchrun`` and ``cohort launch`` start one for each GPU and tell it its number by environment
 variables. Python values travel over a control group on gloo, tensors over the default group (NCCL where there is CUDA).
-Every exchange begins with a meeting of the control group: so the time that a rank waits for slower ones is known apart
-from the time of the exchange, and a rank that has died is noticed before a collective of NCCL could hang.
+Every exchange, of one value or of many tensors, begins with a meeting of the control group: so the time that a rank
+waits for slower ones is known apart from the time of the exchange, and a rank that has died is noticed before a
+collective of NCCL could hang.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cohort.errors import ConfigError, RankError
@@ -34,6 +37,8 @@ TIMEOUT = 3600.0
 
 FIRST_BYTES = 4096
 """What the first message of a gather has room for; a longer value takes a second message."""
+IN_FLIGHT = 3
+"""Tensors that travel at once: one that arrives, one on its way, and one that is being written. Each takes memory."""
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class Exchanged:
     waiting: float = 0.0
     """Seconds of waiting for slower ranks."""
     seconds: float = 0.0
-    """Seconds of the exchanges themselves."""
+    """Seconds of the exchanges themselves, as far as nothing else was done meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,40 +156,60 @@ class World:
             return tensor
         import torch.distributed as dist
 
-        with self._exchange(of=tensor):
+        with self._exchange():
             dist.all_reduce(tensor, group=None if tensor.is_cuda else self.control)
         return tensor
 
-    def scatter_sum(self, parts: Tensor) -> Tensor:
-        """One row, that of this rank, of the sum of ``[size, n]`` tensors over the ranks, ``[n]``.
+    def sums(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Add up each of some tensors over the ranks, in place. Every rank gets the same bits.
+
+        The tensors travel while the next ones are computed and the last ones used; use up the iterator.
+
+        Args:
+            tensors: as many, of the same shapes and dtypes, on every rank.
 
         Raises:
             RankError: as ``gather``.
         """
+        return self._in_turn(tensors, None, "all_reduce")
+
+    def scatter_sums(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
+        """As ``sums``, of ``[size, n]`` tensors: of each sum the row of this rank, ``[1, n]``."""
+        return self._in_turn(parts, 1, "reduce_scatter_single", "reduce_scatter_tensor")
+
+    def joins(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
+        """For each of some ``[1, n]`` tensors, those of every rank, ``[size, n]``. See ``sums``."""
+        return self._in_turn(parts, self.size, "all_gather_single", "all_gather_into_tensor")
+
+    def _in_turn(self, tensors: Iterable[Tensor], rows: int | None, *names: str) -> Iterator[Tensor]:
+        """The results of one exchange of each tensor: the tensor itself, or ``rows`` rows. The ranks meet once, before
+        the first. ``names``: torch's function, and its name before torch 2.13, which warns of it."""
         if self.size == 1:
-            return parts[0]
+            yield from tensors
+            return
         import torch
         import torch.distributed as dist
 
-        own = torch.empty_like(parts[0])
-        with self._exchange(of=own):
-            _newest(dist, "reduce_scatter_single", "reduce_scatter_tensor")(own, parts.flatten())
-        return own
-
-    def join(self, part: Tensor) -> Tensor:
-        """Every rank's ``[n]`` tensor, ``[size, n]``.
-
-        Raises:
-            RankError: as ``gather``.
-        """
-        if self.size == 1:
-            return part[None]
-        import torch.distributed as dist
-
-        parts = part.new_empty(self.size * len(part))
-        with self._exchange(of=part):
-            _newest(dist, "all_gather_single", "all_gather_into_tensor")(parts, part.contiguous())
-        return parts.view(self.size, -1)
+        # A GPU's work before and in the exchange is timed by waiting for it twice, and not for each tensor.
+        settle: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_initialized() else _met
+        settle()
+        self.barrier()
+        begin = next(getattr(dist, name) for name in names if hasattr(dist, name))
+        flying: deque[tuple[Any, Tensor]] = deque()
+        for tensor in chain(tensors, repeat(None)):
+            if tensor is not None:
+                out = () if rows is None else (tensor.new_empty(rows, tensor.shape[1]),)
+                with self._exchange(_met):
+                    flying.append((begin(*out, tensor, async_op=True), (*out, tensor)[0]))
+            if not flying:
+                break
+            if tensor is None or len(flying) == IN_FLIGHT:
+                work, landed = flying.popleft()
+                with self._exchange(_met):
+                    work.wait()  # on a GPU its stream waits, and not this thread
+                yield landed
+        with self._exchange(_met):
+            settle()
 
     def tell(self, name: str, text: str) -> None:
         """Tell a text to all ranks at once, without an exchange: ``told`` gives it, on any rank that asks."""
@@ -221,9 +246,9 @@ class World:
                 dist.destroy_process_group()
 
     @contextmanager
-    def _exchange(self, meet: Callable[[], None] | None = None, of: Tensor | None = None) -> Iterator[None]:
-        """Wait for the other ranks, by ``meet`` or a barrier, then run the block, which exchanges the tensor ``of``;
-        count the seconds of both."""
+    def _exchange(self, meet: Callable[[], None] | None = None) -> Iterator[None]:
+        """Wait for the other ranks, by ``meet`` or a barrier, then run the block, which exchanges something; count the
+        seconds of both."""
         import torch
         import torch.distributed as dist
 
@@ -233,8 +258,6 @@ class World:
                 meet() if meet else dist.barrier(group=self.control)
             met = time.perf_counter()
             yield
-            if of is not None and of.is_cuda:
-                torch.cuda.synchronize(of.device)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of gloo or NCCL
@@ -249,9 +272,8 @@ class World:
         self.exchanged.seconds += time.perf_counter() - met
 
 
-def _newest(module: Any, *names: str) -> Any:
-    """The first function of these names: torch 2.13 has renamed some and warns of the old names."""
-    return next(getattr(module, name) for name in names if hasattr(module, name))
+def _met() -> None:
+    """The meeting of an exchange whose ranks have met before."""
 
 
 def pickled(value: Any) -> bytes:

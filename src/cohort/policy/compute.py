@@ -37,6 +37,8 @@ class ComputeModel:
         self, model: Any, precision: Precision, *, dropout: bool = False, adapter: str | None = TRAINED
     ) -> None:
         self.model = model.eval()
+        self.device = torch.device(next(model.parameters()).device)
+        """Where passes compute. Weights that the ranks divide may lie elsewhere later (``parallel.offload``)."""
         self.precision = precision
         self.dropout = dropout
         self.router_aux_loss_coef = 0.0
@@ -58,11 +60,6 @@ class ComputeModel:
         wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.forward_arguments = frozenset(inspect.signature(wrapped.forward).parameters)
         """Names of the arguments of the model's forward pass."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return torch.device(next(self.model.parameters()).device)
 
     @property
     def vocab_size(self) -> int:

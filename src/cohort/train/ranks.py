@@ -14,6 +14,7 @@ from cohort.parallel import Layout, World, layout_of, together
 from cohort.parallel.full import released
 from cohort.policy import Policy
 from cohort.policy.choose import MAX_GAP
+from cohort.policy.load import resolve_device
 from cohort.rollout import Engine, LocalEngine
 from cohort.train.memory import TokenBudget
 
@@ -29,7 +30,9 @@ def checked_layout(config: GRPOConfig, world: World) -> Layout:
             f"model.device is {config.model.device!r} on each of {world.size} ranks: set 'auto' or 'cuda', which is "
             "the device of the rank's number on its machine"
         )
-    return layout_of(config.parallel.layout, world)
+    if config.parallel.offload and resolve_device(config.model.device).type != "cuda":
+        raise ConfigError("parallel.offload needs CUDA, and the model's device is the CPU: set it to false")
+    return layout_of(config.parallel.layout, world, offload=config.parallel.offload)
 
 
 def seed_of(seed: int, world: World) -> int:
@@ -65,7 +68,7 @@ def divide_policy(layout: Layout, policy: Policy, reference: Policy | None) -> N
     own = [] if reference is None or reference.model is policy.model else [reference]
     for each in (policy, *own):
         before = trial_logps(each) if layout.passes_exchange else None
-        layout.shard(each.model)
+        layout.shard(each.model, each.precision.compute)
         if before is not None:
             with released(each.model):
                 gap = float((trial_logps(each) - before).abs().max())
