@@ -175,5 +175,5 @@ def test_a_decoded_token(family, monkeypatch):
     (two, draw), (four, _) = (of_tokens(monkeypatch, family, layers) for layers in (2, 4))
     found = *per_layer(two, four), draw.kernels.total()
     assert all(count <= most for count, most in zip(found, TOKENS[family], strict=True))
-    assert not four.reads  # the host waits in the draw alone: for its table
-    assert draw.reads == {"nonzero": 1}
+    assert not four.reads  # the host waits in the draw alone
+    assert draw.reads.total() <= 1
