@@ -5,10 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort import GRPOConfig
 from cohort.config import LoraConfig
+from cohort.parallel import Layout, World
+from cohort.parallel.sharded import Sharded
 from cohort.policy import Policy, Precision
 from cohort.policy.adapters import add_adapters
 from cohort.rollout import LocalEngine, RNGKey, Sampling
@@ -16,6 +19,7 @@ from cohort.rollout.lean import LeanBackend
 from cohort.train import assign_advantages, find_budget, lay_out, policy_logps, update
 from cohort.train.update import UpdateResult
 from cohort.types import Prompt
+from tests.families.configs import small_model
 from tests.gpu.fake import driver, fake_cuda
 from tests.policy.plain import COMPLETIONS, GPT, PROMPTS, TEMPERATURE
 from tests.rollout.test_families import FAMILIES
@@ -151,3 +155,34 @@ def test_the_budget():
         budget = find_budget(made("qwen3"), None, 20, 40)
     assert budget.predicted_bytes > 0
     assert budget.free > 70 * 2**30
+
+
+@pytest.mark.parametrize("layout", [Layout, Sharded])
+def test_layouts(layout):
+    """Of two ranks, whose exchange is made up. FSDP2 needs a device: tests/gpu/test_layouts.py."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with fake_cuda() as machine:
+            policy = made("qwen3")
+            layout = layout(World(0, 2))
+            parameters = list(layout.trained(policy.model).values())
+            for weight in policy.model.parameters():
+                weight.grad = torch.zeros_like(weight)
+            machine.reads.clear()
+            layout.sum_gradients(parameters)
+            assert layout.clip_gradients(parameters, 1.0).device.type == "cuda"
+            layout.stepped()
+            assert not machine.reads
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@backward
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_mixtures(family):
+    """Grouped products get bfloat16, or the rules refuse them."""
+    with fake_cuda() as machine:
+        with torch.device("cuda"):
+            model = small_model(family)
+        updated(Policy(model, HALF))
+        assert machine.calls["_grouped_mm"]
