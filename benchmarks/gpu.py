@@ -8,10 +8,10 @@ Parts run one after another, each in a process of its own with a time limit, and
 does not stop the others. Results are written after each part. Only torch and what ``pyproject.toml`` names is needed;
 Cohort itself need not be installed (CONTRIBUTING.md says how to carry packages to a machine without an index).
 
-decode   random weights of Qwen3's shapes, in bfloat16: 32 prompts of 128 tokens with 8 completions of 128 each, ours
+decode   random weights of Qwen3's shapes, in bfloat16: 32 prompts of 128 tokens with 8 completions of 96 each, ours
          against ``transformers.generate`` as TRL calls it, with autocast over float32 weights and with bfloat16
          weights, the faster of which counts.
-update   one AdamW step on 16 prompts of 128 tokens with 8 completions of 32 to 512 tokens each (log-uniform), ours
+update   one AdamW step on 8 prompts of 128 tokens with 8 completions of 32 to 512 tokens each (log-uniform), ours
          against a plain one: completions padded to the longest, the prompt repeated, all logits at once with torch's
          cross entropy, autocast, so many rows a pass as ``--rows`` says, of which the fastest counts. Both step the
          same float32 weights with the same fused AdamW.
@@ -63,7 +63,7 @@ TESTS = ("tests/gpu", "tests/cuda_rules")
 """Where tests for a real device are: those marked ``gpu`` are run. The whole trainers of ``cuda_rules`` belong here."""
 SHAPES = ("qwen3-0.6b", "qwen3-1.7b")
 TINY = Shape("qwen3", 64, 2, 4, 2, 16, 128, 512)
-LIMITS = {"machine": 60, "tests": 200, "doctor": 100, "decode": 60, "update": 60}
+LIMITS = {"machine": 30, "tests": 180, "doctor": 90, "decode": 75, "update": 75}
 """Seconds of a part, at most."""
 
 
@@ -72,9 +72,9 @@ class Size:
     """Prompts that are decoded and updated; tokens of a prompt, a decoded completion and the longest updated one."""
 
     decoded: int = 32
-    updated: int = 16
+    updated: int = 8
     prompt: int = 128
-    completion: int = 128
+    completion: int = 96
     longest: int = 512
     repeats: int = 3
 
@@ -104,16 +104,15 @@ def decode(shape: Shape, size: Size, options: argparse.Namespace) -> dict[str, A
         generate_side(job, model, "bfloat16"),
         replace(generate_side(job, half, "float32"), precision="bfloat16 weights"),
     ]
+    for side in sides:
+        side.run(0)
     found = compared(sides, peaks_of(job, sides, size.repeats), unit="tokens/s")
     return found | {"steps_per_second": round(size.completion / sides[0].median, 1)}
 
 
 def peaks_of(job: Job, sides: Sequence[Side], repeats: int) -> list[int | None]:
-    """Time sides in turns, after two calls of each: one to warm up and allocate what stays, and one for the peak of its
-    memory above that, in bytes."""
+    """Time warm sides in turns, after a call of each for the peak of its memory above what was there, in bytes."""
     found: list[int | None] = []
-    for side in sides:
-        side.run(0)
     for side in sides:
         if job.device != "cuda":
             found.append(None)
