@@ -4,7 +4,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo quick test parity slow ranks kills mutants families check docs lowest newest package format model gpu fake-cuda vllm vllm-test clean
+.PHONY: demo quick test parity slow ranks kills mutants families check docs lowest newest package format model gpu gpu-wheels fake-cuda vllm vllm-test clean
 
 demo: .venv/demo.stamp
 	$(BIN)/cohort demo
@@ -22,12 +22,31 @@ parity: .venv/bench.stamp
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
 
-# On a machine with a GPU: about 20 minutes on an H100. TORCH is its build of torch.
+# On a machine with a GPU: at most ten minutes. Installs the CUDA build of torch, which TORCH names, into .venv-cuda.
+# With WHEELS, a folder that `make gpu-wheels` has filled, it installs nothing: $(PYTHON) has torch, and finds the wheels'
+# packages first. Writes gpu.json and prints the tables of docs/benchmarks.md.
 TORCH ?= torch
+ifdef WHEELS
+gpu: export PYTHONPATH := $(CURDIR)/.wheels
+gpu: .wheels/stamp
+	$(PYTHON) benchmarks/gpu.py --out gpu.json $(GPU_OPTIONS)
+else
 gpu: .venv-cuda/stamp
-	.venv-cuda/bin/python -m pytest -q -m gpu tests/gpu
-	.venv-cuda/bin/python benchmarks/rollout.py --workload A --device cuda --model qwen3-0.6b --batch 256
-	.venv-cuda/bin/python benchmarks/precision.py --device cuda
+	.venv-cuda/bin/python benchmarks/gpu.py --out gpu.json $(GPU_OPTIONS)
+endif
+
+# Wheels for a machine that has torch and no index: what Cohort and its tests import, and transformers in a version that
+# fits. GPU_PYTHON is that machine's version of Python.
+GPU_PYTHON ?= 3.12
+WHEELED := annotated-types attrs cyclopts datasets dill docstring-parser hypothesis iniconfig Jinja2 llguidance \
+	markdown-it-py MarkupSafe mdurl multiprocess pluggy pydantic pydantic_core Pygments pytest regex rich rich-rst \
+	safetensors sortedcontainers tokenizers tomli_w transformers typing_extensions typing-inspection xxhash
+gpu-wheels:
+	rm -rf wheels
+	$(PYTHON) -m pip download -q --disable-pip-version-check --dest wheels --no-deps --only-binary :all: \
+		--python-version $(GPU_PYTHON) --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 \
+		--platform manylinux_2_17_x86_64 -c $(CONSTRAINTS) $(WHEELED)
+	du -sh wheels
 
 # On a machine without one: shapes, dtypes and devices of what runs on CUDA. The download is several gigabytes.
 fake-cuda: .venv-cuda/stamp
@@ -89,7 +108,7 @@ vllm-test: .venv/dev.stamp .venv-vllm/stamp
 	$(BIN)/python -m pytest -q -n0 -m vllm tests/rollout
 
 clean:
-	rm -rf .venv .venv-cuda .venv-vllm .venv-lowest .venv-newest
+	rm -rf .wheels .venv .venv-cuda .venv-vllm .venv-lowest .venv-newest
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -115,6 +134,11 @@ clean:
 	grep -v '^torch==' $(CONSTRAINTS) > .venv-cuda/constraints.txt
 	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check $(TORCH)
 	.venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c .venv-cuda/constraints.txt -e '.[dev]'
+	touch $@
+
+.wheels/stamp: $(wildcard $(WHEELS)/*.whl)
+	rm -rf .wheels
+	$(PYTHON) -m pip install -q --disable-pip-version-check --no-index --no-deps --target .wheels $(WHEELS)/*.whl
 	touch $@
 
 .venv-lowest/stamp: pyproject.toml scripts/lowest.py

@@ -324,7 +324,13 @@ def gpu_rows(costs: Costs) -> list[dict[str, Any]]:
             # FSDP2 gathers the next layer while it computes one.
             hidden = min(step.reduction, step.update) if placement.layout == "full" else 0.0
             step = replace(step, reduction=step.reduction - hidden)
-            row |= {**asdict(placement), **asdict(step), "seconds": step.seconds, "bound": step.bound}
+            row |= {
+                **asdict(placement),
+                "engine": placement.engine,
+                **asdict(step),
+                "seconds": step.seconds,
+                "bound": step.bound,
+            }
             row["tokens_per_gpu"] = load.tokens / ranks / step.seconds
     return found
 
@@ -380,8 +386,11 @@ def show_predictions(result: dict[str, Any]) -> None:
         f"{gpu.memory / 1e9:.0f} GB at {gpu.memory_rate / 1e12:.2f} TB/s, NVLink {gpu.link / 1e9:.0f} and InfiniBand "
         f"{gpu.network / 1e9:.0f} GB/s per GPU and direction.\nAssumed: {gpu.train_share:.0%} of the TFLOPS in "
         f"updates, {gpu.decode_share:.0%} in decoding, {gpu.memory_share:.0%} of memory's and {gpu.link_share:.0%} of "
-        f"links' rates, {gpu.step_seconds * 1e3:.0f} ms per decode step besides, {gpu.filled:.0%} of memory for "
-        f"weights, gradients and optimizer.\n{PROMPTS_PER_GPU} prompts per GPU, {GROUP} completions each; prompts of "
+        f"links' rates, {gpu.filled:.0%} of memory for weights, gradients and optimizer. A decode step takes, besides "
+        f"what it reads, {gpu.step_seconds * 1e3:.0f} ms with vLLM (assumed); with the local engine the host's "
+        f"{simulator.STEP_LAUNCHES} operations and {simulator.LAYER_LAUNCHES} more per layer (counted), each "
+        f"{gpu.launch_seconds * 1e6:.0f} us (estimated).\n{PROMPTS_PER_GPU} prompts per GPU, {GROUP} completions each; "
+        "prompts of "
         f"{LENGTHS['prompt']} tokens, completions of {LENGTHS['mean']} on average, log-normal, at most "
         f"{LENGTHS['limit']}. Control is this machine's measured time per token.\n"
     )
@@ -391,7 +400,7 @@ def show_predictions(result: dict[str, Any]) -> None:
         if "layout" not in row:
             print(f"| {row['model']} | {row['gpus']} | none fits" + " | " * 8 + " | memory |")
             continue
-        layout = row["layout"] + (f", sampler split over {row['split']}" if row["split"] > 1 else "")
+        layout = row["layout"] + (f", vLLM split over {row['split']}" if row["split"] > 1 else "")
         parts = " | ".join(f"{row[part]:.1f}" for part in columns[:6])
         print(f"| {row['model']} | {row['gpus']} | {layout} | {row['bytes'] / 1e9:.0f} | {parts}", end=" | ")
         print(f"{row['tokens_per_gpu']:,.0f} | {row['bound']} |")

@@ -183,13 +183,21 @@ class Hardware:
     filled: float = 0.8
     """Share of the memory for weights, gradients and optimizer; the rest is for caches and activations."""
     step_seconds: float = 3e-3
-    """Of a decode step besides reading weights: launches, sampling, the scheduler."""
+    """Of a decode step of vLLM besides reading weights: launches, sampling, the scheduler."""
+    launch_seconds: float = 8e-6
+    """Of the host for an operation of the local engine, Python included. An estimate: on one thread of a CPU, a step of
+    28 layers of tiny width took 6.7 to 9.3 ms, in which little but calling takes time."""
     latency: float = 30e-6
 
 
 H100 = Hardware("H100 SXM", 989e12, 80 * GIGA, 3350 * GIGA, 450 * GIGA, 50 * GIGA, 8)
 """Dense bf16, HBM3, NVLink 4 (900 GB/s in both directions): NVIDIA's H100 data sheet. One 400 Gbit/s NDR InfiniBand
 port per GPU: DGX H100's."""
+
+
+STEP_LAUNCHES, LAYER_LAUNCHES = 68, 34
+"""Operations that the local engine calls in a decode step on CUDA, and in each layer of a Qwen3 in addition: those that
+are no views. Counted by dispatch (``tests/test_simulator.py``); some are more than one kernel."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +232,11 @@ class Placement:
     bytes: float
     """Weights, gradients and optimizer of a GPU."""
 
+    @property
+    def engine(self) -> str:
+        """What samples: the local engine, unless several GPUs sample together."""
+        return "local" if self.split == 1 else "vllm"
+
 
 def place(hardware: Hardware, model: Model, ranks: int) -> Placement | None:
     """The first layout that fits, without splitting the sampler if possible; None: none fits.
@@ -240,7 +253,7 @@ def place(hardware: Hardware, model: Model, ranks: int) -> Placement | None:
 
 
 def costs_on(hardware: Hardware, model: Model, placement: Placement, ranks: int, control: Costs) -> Costs:
-    """Costs of a rank on a GPU.
+    """Costs of a rank on a GPU. A decode step waits for the host first and for the GPU then, though the two overlap.
 
     Args:
         hardware: the machine.
@@ -255,9 +268,10 @@ def costs_on(hardware: Hardware, model: Model, placement: Placement, ranks: int,
     compute = 2 * model.parameters / (hardware.flops * hardware.decode_share)
     rate = (hardware.link if ranks <= hardware.gpus else hardware.network) * hardware.link_share
     held = model.parameters / (ranks if placement.layout != "replicate" else 1)
+    launches = (STEP_LAUNCHES + model.layers * LAYER_LAUNCHES) * hardware.launch_seconds
     return replace(
         control,
-        decode_step=weights + joined + hardware.step_seconds,
+        decode_step=weights + joined + (launches if placement.engine == "local" else hardware.step_seconds),
         decode_token=compute,
         decode_context=model.kv_bytes / read,
         train_token=6 * model.parameters / (hardware.flops * hardware.train_share),

@@ -5,6 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from cohort.policy import Policy, Precision
+from cohort.rollout import LocalEngine, RNGKey, Sampling
+from cohort.rollout.lean import LeanBackend
+from cohort.types import Prompt
+from tests.cuda_on_cpu import cuda_on_cpu
+from tests.rollout.test_local_engine import LetterTokenizer
 
 FILE = Path(__file__).parents[1] / "benchmarks" / "simulator.py"
 SPEC = importlib.util.spec_from_file_location("simulator", FILE)
@@ -81,3 +91,53 @@ def test_lengths_are_random_with_the_mean_and_the_limit():
     assert sum(lengths) / len(lengths) == pytest.approx(2048, rel=0.02)  # the limit cuts 2% of the mass
     assert max(lengths) == 8192
     assert simulator.update_shares(random_load(16, 8, 64, 64, 128), 2)[1] < 1.05
+
+
+def test_a_decode_step_on_a_gpu_by_hand():
+    small, _, large = MODELS
+    read = 3350e9 * 0.7  # bytes per second
+    costs = simulator.costs_on(H100, small, Placement("replicate", 1, 0.0), 8, COSTS)
+    assert costs.decode_step == pytest.approx(2 * 1.72e9 / read + (68 + 28 * 34) * 8e-6)  # 1,020 operations: 8.2 ms
+    split = simulator.costs_on(H100, large, Placement("full", 2, 0.0), 64, COSTS)  # vLLM: its step, and 2 * 64 sums
+    assert split.decode_step == pytest.approx(32.8e9 / read + 128 * 30e-6 + 3e-3)
+
+
+SMALL = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SMALL |= {"head_dim": 8, "tie_word_embeddings": True}
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that are no views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_operations_of_a_decode_step_are_counted():
+    """The simulator's constants are what the sampler calls on CUDA. If it calls fewer, lower them, and the predictions in
+    docs/benchmarks.md with them."""
+    of_layers = {}
+    for layers in (2, 6):
+        model = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"num_hidden_layers": layers}))
+        with cuda_on_cpu():
+            engine = LocalEngine(Policy(model, Precision(torch.float32, torch.bfloat16)), LetterTokenizer(), ())
+            assert isinstance(engine.backend, LeanBackend)
+            counts = []
+            for length in (4, 20, 36):  # prompts and the first steps are the same in all
+                with Operations() as operations:
+                    engine.generate([Prompt(0, 0, (5, 6, 7), "", "", {})], 8, Sampling(length), RNGKey(0, 0))
+                counts.append(operations.count)
+        of_layers[layers] = (counts[2] - counts[1]) / 16
+    per_layer = (of_layers[6] - of_layers[2]) / 4
+    assert per_layer == simulator.LAYER_LAUNCHES
+    # Now and then a step has one more, as when rows are looked at again.
+    assert of_layers[2] - 2 * per_layer == pytest.approx(simulator.STEP_LAUNCHES, abs=1)

@@ -18,24 +18,29 @@ if TYPE_CHECKING:
 
 @app.command(
     sort_key=4,
-    usage="Usage: cohort doctor [CONFIG.toml] [--skip NAME ...] [--json] [--section.key value ...]",
+    usage="Usage: cohort doctor [CONFIG.toml] [--gpu] [--skip NAME ...] [--json] [--section.key value ...]",
     help_epilogue="Exit code: 1 if a check fails. 'cohort docs doctor' explains the checks.",
 )
 def doctor(
     *arguments: Annotated[str, ANY_TEXT, Parameter(name="CONFIG")],
     skip: Annotated[Sequence[str], Parameter(consume_multiple=True, metavar="NAME...")] = (),
     json_output: Annotated[bool, Parameter("--json")] = False,
+    gpu: bool = False,
+    device: Annotated[str, Parameter(show=False)] = "cuda",
 ) -> int:
-    """Check a run before it starts: data, prompts, rewards, a first rollout, memory, time and disk.
+    """Check a run before it starts: data, prompts, rewards, a first rollout, memory, time and disk. Or check the GPU.
 
     Args:
         arguments: The settings, as for 'cohort train'.
         skip: Checks to leave out, by name.
         json_output: Print one JSON object instead of text.
+        gpu: Check the GPU instead, in a minute: kernels, a rollout, an update, times, memory. It needs no settings; of
+            those given, vLLM's are used.
+        device: What to check with --gpu.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     found = []
-    for finding in _findings(arguments, skip, quiet=json_output):
+    for finding in _of_gpu(arguments, skip, device) if gpu else _findings(arguments, skip, quiet=json_output):
         found.append(finding)
         if not json_output:
             print(finding.show(), flush=True)
@@ -48,6 +53,17 @@ def doctor(
     else:
         print(f"\n{summary(found)}")
     return int(failed)
+
+
+def _of_gpu(arguments: Sequence[str], skip: Sequence[str], device: str) -> Iterator[Finding]:
+    """What the checks of a GPU find."""
+    import torch
+
+    from cohort.config import file_and_overrides, load_config
+    from cohort.doctor.gpu import examine_gpu
+
+    vllm = load_config(*file_and_overrides(arguments)).vllm if arguments else None
+    return examine_gpu(torch.device(device), vllm, skip)
 
 
 def _findings(arguments: Sequence[str], skip: Sequence[str], *, quiet: bool) -> Iterator[Finding]:

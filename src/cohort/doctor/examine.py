@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from cohort.doctor import known
 from cohort.doctor.agreement import check_reference, check_sampler
@@ -35,13 +35,12 @@ ENDED_BY = {
 """What an error that ends the preparation of a run is about."""
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Check the names of checks to leave out, before a run or in its diagnosis.
+def check_names(names: Sequence[str], known: Collection[str] = (*NAMES, *diagnosis.NAMES)) -> None:
+    """Check the names of checks to leave out; by default of those before a run or in its diagnosis.
 
     Raises:
         ConfigError: there is no such check.
     """
-    known = (*NAMES, *diagnosis.NAMES)
     for name in names:
         if name not in known:
             raise ConfigError(f"there is no check {name!r}; there are: {', '.join(known)}{did_you_mean(name, known)}")
