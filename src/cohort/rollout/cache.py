@@ -13,8 +13,9 @@ from cohort.rollout.capacity import Capacity, moves_for_removal, order_after_rem
 
 PREFILL_MULTIPLE = 64
 """Prefills are padded to a multiple of this many tokens: oneDNN caches the code that it compiles for each shape."""
-ROW_MULTIPLE = 8
-"""Rows are computed in multiples of this: then CPU matrix products sum each row in the same order."""
+ROW_MULTIPLE, LEAST_ROWS = 8, 16
+"""Rows are computed in multiples of this, and at least so many: then CPU matrix products sum each row in the same order.
+(MKL has other code for 8 rows on Intel's processors.)"""
 TOKEN_MULTIPLE = 32
 """Key lengths are multiples of this: vectorised sums then add the same numbers in the same order, and zeros after."""
 CLEARED_TOKENS = 64
@@ -24,6 +25,11 @@ CLEARED_TOKENS = 64
 def round_up(number: int, multiple: int) -> int:
     """The next multiple."""
     return -(-number // multiple) * multiple
+
+
+def padded_rows(count: int) -> int:
+    """How many rows are computed for ``count`` of them."""
+    return max(LEAST_ROWS, round_up(count, ROW_MULTIPLE))
 
 
 class GroupCache:
@@ -230,7 +236,7 @@ class Layout:
     ) -> None:
         self.count = len(row_prompt)
         """S: number of rows."""
-        self.padding = -len(row_prompt) % ROW_MULTIPLE
+        self.padding = padded_rows(len(row_prompt)) - len(row_prompt)
         """Number of padding rows outside attention."""
         self.prompts = len(prompt_lengths)
         self.prompt_length = round_up(max(prompt_lengths), TOKEN_MULTIPLE)

@@ -33,7 +33,7 @@ from cohort.policy.parts import Experts, Norm, UnsupportedModel
 from cohort.policy.passes import KeysValues, PackedPass
 from cohort.policy.recurrent import Recurring
 from cohort.rollout.backend import Backend, texts_together
-from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
+from cohort.rollout.cache import PREFILL_MULTIPLE, TOKEN_MULTIPLE, GroupCache, padded_rows
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.group_attention import attend_causally, attend_in_two_parts
 from cohort.rollout.native import Decoder, Kernels, SlotCache
@@ -275,7 +275,7 @@ class LeanBackend(Backend):
 
         x = self._layers(x, rotations, recurring, attend)
         last = torch.tensor(lengths, device=device).cumsum(0) - 1
-        x = functional.pad(x[last], (0, 0, 0, -len(lengths) % ROW_MULTIPLE))
+        x = functional.pad(x[last], (0, 0, 0, padded_rows(len(lengths)) - len(lengths)))
         return self._logits(self._norm(x, self.anatomy.norm))[: len(lengths)]
 
     @torch.inference_mode()
