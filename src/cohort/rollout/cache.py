@@ -14,8 +14,8 @@ from cohort.rollout.capacity import Capacity, moves_for_removal, order_after_rem
 PREFILL_MULTIPLE = 64
 """Prefills are padded to a multiple of this many tokens: oneDNN caches the code that it compiles for each shape."""
 ROW_MULTIPLE, LEAST_ROWS = 8, 16
-"""Rows are computed in multiples of this, and at least so many: then CPU matrix products sum each row in the same order.
-(MKL has other code for 8 rows on Intel's processors.)"""
+"""Rows are computed in multiples of this, and at least so many: then CPU matrix products sum each row in the same
+order. (MKL has other code for 8 rows on Intel's processors.)"""
 TOKEN_MULTIPLE = 32
 """Key lengths are multiples of this: vectorised sums then add the same numbers in the same order, and zeros after."""
 CLEARED_TOKENS = 64

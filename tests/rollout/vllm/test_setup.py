@@ -51,14 +51,16 @@ def test_training_on_a_server_measures_the_gap_after_every_update(tmp_path, stan
     one.engine.close()
 
 
-def test_servers_sleep_during_updates_and_wake_for_weights_and_cache(tmp_path, stand_in):
+def test_servers_sleep_during_updates_and_wake_for_weights_and_cache(tmp_path, stand_in, monkeypatch):
+    freed = "what the trainer's allocator keeps"
+    monkeypatch.setattr("cohort.rollout.vllm.engine.release_memory", lambda: stand_in.calls.append((freed, {})))
     one = trainer(tmp_path, stand_in, sleep=True)
     list(one.steps())
     paths = [path for path, _ in stand_in.calls]
     sleeps = [n for n, path in enumerate(paths) if path == "/sleep"]
     assert len(sleeps) == 2  # one for each step
     between = [path for path in paths[sleeps[0] : sleeps[1]] if path != GENERATE]
-    expected = ["/sleep", "/pause", "/wake_up", "/collective_rpc", "/wake_up"]
+    expected = ["/sleep", "/pause", freed, "/wake_up", "/collective_rpc", "/wake_up"]
     assert between == [*expected, "/update_weight_version", "/reset_prefix_cache", "/resume"]
     one.engine.update_weights(one.policy.version)
     assert stand_in.awake == {"weights", "kv_cache"}

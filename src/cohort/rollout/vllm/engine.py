@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World, on_main
 from cohort.policy import Policy, context_length, named_weights, placeholder_ids
+from cohort.policy.device import release_memory
 from cohort.rollout.checks import check_finished, check_requests, describe_policy
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, TokenEvent, Watch
 from cohort.rollout.stops import StopStrings
@@ -356,6 +357,7 @@ class VLLMEngine(Engine):
         # Nobody waits for requests that may be left over; the answers to aborted ones are dropped.
         server.post("/pause", mode="abort", timeout=ADMIN_SECONDS)
         if server in self._asleep:
+            release_memory()  # what this process's allocator keeps, the server could not map
             server.post("/wake_up", tags="weights", timeout=ADMIN_SECONDS)
 
     def _resume(self, server: Server) -> None:
