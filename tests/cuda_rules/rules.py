@@ -6,6 +6,7 @@ what CUDA would compute by a fallback that nobody would run on purpose: products
 each layer. ``SOURCES`` says where in PyTorch 2.13 each rule stands.
 """
 
+import functools
 import sys
 import threading
 from contextlib import contextmanager
@@ -247,10 +248,16 @@ SOURCES = {
 """Where a rule stands, by the beginning of an operation's name."""
 
 
-def why_refused(func, args, kwargs):
-    """Why CUDA refuses a call of an operation of ``torch.ops.aten``; None: it takes it."""
+@functools.cache
+def rule_of(func):
+    """The rule of an operation of ``torch.ops.aten``; None: there is none."""
     name = func.overloadpacket.__name__
-    rule = RULES.get(f"{name}.{func._overloadname}") or RULES.get(name)
+    return RULES.get(f"{name}.{func._overloadname}") or RULES.get(name)
+
+
+def why_refused(func, args, kwargs):
+    """Why CUDA refuses a call of an operation; None: it takes it."""
+    rule = rule_of(func)
     if rule is None:
         return None
     names = [argument.name for argument in func._schema.arguments]
@@ -269,16 +276,16 @@ class Rules(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if RULES.get(name) is not only_cpu or _called_by_python():
+        rule = rule_of(func)
+        if rule is not None and (rule is not only_cpu or _called_by_python()):
             check(func, args, kwargs)
-        if name in OPENED:  # inference mode leaves them whole
+        if func in OPENED:  # inference mode leaves them whole
             with self:
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-OPENED = {"matmul", "einsum"}
+OPENED = {torch.ops.aten.matmul.default, torch.ops.aten.einsum.default}
 """Operations that consist of others, which have rules."""
 
 
