@@ -25,6 +25,8 @@ class Backend:
     """Whether prompts of different length may be prefilled together."""
     keeps_rows: bool = False
     """Whether rows can be parked: ``park``, ``resume``, ``release`` and ``extend`` work."""
+    grows: bool = False
+    """Whether the rooms of rows grow with their lengths; see ``Capacity.row_tokens``."""
     token_multiple: int
     """Lengths are rounded up to a multiple of this in memory."""
     description: str

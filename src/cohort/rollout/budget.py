@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from cohort.errors import ConfigError
 from cohort.parallel.world import local_ranks
-from cohort.rollout.cache import round_up
-from cohort.rollout.capacity import Capacity
+from cohort.rollout.capacity import Capacity, least_tokens, round_up
 
 FREE_SHARE = 0.5
 """Share of the free memory for keys and values when no budget is set; activations need the rest."""
@@ -57,6 +57,7 @@ def plan(
     token_multiple: int,
     device: torch.device,
     row_bytes: int = 0,
+    grows: bool = False,
 ) -> Capacity:
     """The most rows that fit, with room for the prompts that they follow.
 
@@ -72,6 +73,8 @@ def plan(
         device: where keys and values are kept.
         row_bytes: memory of a row or prompt that does not grow. Counts against ``max_tokens`` as the keys and values
             that fit into it; if none are kept, against the memory that is free now.
+        grows: rows begin with room for a few tokens, and all of them together get what is left (``row_tokens``). One of
+            them must fit at full length.
 
     Raises:
         ConfigError: not even one completion fits.
@@ -83,21 +86,31 @@ def plan(
     def capacity(rows: int) -> Capacity:
         # Twice the groups that fit the rows: some completions of a group outlast the rest of it.
         prompts = min(len(prompt_lengths), 2 * math.ceil(rows / per_prompt))
-        return Capacity(rows, prompts, longest, length)
+        whole = Capacity(rows, prompts, longest, length)
+        if not grows:
+            return whole
+        return replace(whole, row_tokens=max(rows * least_tokens(whole), length))
+
+    def with_the_rest(found: Capacity) -> Capacity:
+        if found.row_tokens is None:
+            return found
+        left = [(limit - needed(found)) // unit for needed, limit, _, unit in limits]
+        most = found.rows * length - found.row_tokens
+        return replace(found, row_tokens=found.row_tokens + min([most, *left]))
 
     def fits(capacity: Capacity) -> bool:
-        return all(needed(capacity) <= limit for needed, limit, _ in limits)
+        return all(needed(capacity) <= limit for needed, limit, *_ in limits)
 
     low, high = 1, min(max_rows, trajectories)  # what is needed grows with rows
     if fits(capacity(high)):
-        return capacity(high)
+        return with_the_rest(capacity(high))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(capacity(middle)) else (low, middle - 1)
     if fits(capacity(low)):
-        return capacity(low)
+        return with_the_rest(capacity(low))
     tight = Capacity(1, 1, longest, length)
-    for needed, limit, what in limits:
+    for needed, limit, what, _ in limits:
         if needed(tight) > limit:
             raise ConfigError(
                 f"one completion of {completion_length} tokens after a prompt of {max(prompt_lengths)} needs "
@@ -109,8 +122,8 @@ def plan(
 
 def _limits(
     max_tokens: int | None, token_bytes: int, row_bytes: int, device: torch.device
-) -> list[tuple[Callable[[Capacity], int], int, str]]:
-    """What a capacity needs, how much of it there may be, and words for both."""
+) -> list[tuple[Callable[[Capacity], int], int, str, int]]:
+    """What a capacity needs, how much of it there may be, words for both, and what a token needs."""
 
     def tokens(capacity: Capacity) -> int:
         row_tokens = math.ceil(row_bytes / token_bytes) if token_bytes else 0
@@ -119,11 +132,11 @@ def _limits(
     def size(capacity: Capacity) -> int:
         return capacity.cells * token_bytes + (capacity.rows + capacity.prompts) * row_bytes
 
-    limits: list[tuple[Callable[[Capacity], int], int, str]] = []
+    limits: list[tuple[Callable[[Capacity], int], int, str, int]] = []
     if max_tokens is not None:
-        limits.append((tokens, max_tokens, "keys and values of {} tokens, and rollout.cache_tokens is {}"))
+        limits.append((tokens, max_tokens, "keys and values of {} tokens, and rollout.cache_tokens is {}", 1))
     free = free_bytes(device) if size(Capacity(1, 1, 1, 1)) and not (max_tokens and token_bytes) else None
     if free is not None:
         what = f"keys, values and states of {{}} bytes, and {FREE_SHARE:.0%} of the free memory holds {{}}"
-        limits.append((size, int(free * FREE_SHARE), what))
+        limits.append((size, int(free * FREE_SHARE), what, max(1, token_bytes)))
     return limits

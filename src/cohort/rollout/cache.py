@@ -1,4 +1,4 @@
-"""Keys and values of prompts, stored once per group, and of rows. Preallocated, densely packed."""
+"""Keys and values of prompts, stored once per group, and of rows, whose rooms grow with the longest. Densely packed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from cohort.rollout.capacity import Capacity, moves_for_removal, order_after_removal
+from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity, moves_for_removal, order_after_removal, round_up
 
 PREFILL_MULTIPLE = 64
 """Prefills are padded to a multiple of this many tokens: oneDNN caches the code that it compiles for each shape."""
 ROW_MULTIPLE, LEAST_ROWS = 8, 16
 """Rows are computed in multiples of this, and at least so many: then CPU matrix products sum each row in the same
 order. (MKL has other code for 8 rows on Intel's processors.)"""
-TOKEN_MULTIPLE = 32
-"""Key lengths are multiples of this: vectorised sums then add the same numbers in the same order, and zeros after."""
 CLEARED_TOKENS = 64
 """Memory of rows is cleared this many tokens at a time, before its first use."""
-
-
-def round_up(number: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-number // multiple) * multiple
 
 
 def padded_rows(count: int) -> int:
@@ -53,11 +46,12 @@ class GroupCache:
         device: torch.device,
         group: int,
     ) -> None:
-        own_length = round_up(capacity.completion_length, TOKEN_MULTIPLE)
         prompt_length = round_up(capacity.prompt_length, TOKEN_MULTIPLE)
         self._heads, self.width, self._group, self._device = heads, width, group, device
         # Not cleared as a whole: unused memory is never touched.
-        self._own = torch.empty(2, layers, capacity.rows, heads, own_length, width, dtype=dtype, device=device)
+        self._capacity, room = capacity, capacity.room_of(1, 1)
+        shape = (2, capacity.rows_of(room), heads, room, width)
+        self._own = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
         self._prompts = torch.empty(
             2, layers, capacity.prompts, heads, prompt_length, width, dtype=dtype, device=device
         )
@@ -72,7 +66,8 @@ class GroupCache:
     @property
     def tokens(self) -> int:
         """Tokens for which memory is allocated."""
-        return sum(part.shape[2] * part.shape[4] for part in (self._own, self._prompts))
+        rows, room = self._own[0].shape[1], self._own[0].shape[3]
+        return rows * room + self._prompts.shape[2] * self._prompts.shape[4]
 
     def add_prompts(self, lengths: Sequence[int]) -> int:
         """Make room for prompts; returns the number of the first."""
@@ -92,7 +87,9 @@ class GroupCache:
     def add_rows(self, prompts: Sequence[int]) -> None:
         """Add rows without tokens, each after the given prompt."""
         first = len(self._row_prompt)
-        self._own[:, :, first : first + len(prompts), :, : self._cleared].zero_()
+        self._fit(max(self._row_length, default=0), first + len(prompts))
+        for own in self._own:
+            own[:, first : first + len(prompts), :, : self._cleared].zero_()
         self._row_prompt += prompts
         self._row_length += [0] * len(prompts)
         self._layout = None
@@ -100,7 +97,8 @@ class GroupCache:
     def remove_rows(self, rows: Sequence[int]) -> None:
         """Forget rows; the last ones take their numbers."""
         for source, target in moves_for_removal(rows, len(self._row_prompt)):
-            self._own[:, :, target, :, : self._cleared] = self._own[:, :, source, :, : self._cleared]
+            for own in self._own:
+                own[:, target, :, : self._cleared] = own[:, source, :, : self._cleared]
         order = order_after_removal(rows, len(self._row_prompt))
         self._row_prompt = [self._row_prompt[row] for row in order]
         self._row_length = [self._row_length[row] for row in order]
@@ -122,15 +120,18 @@ class GroupCache:
     def park(self, row: int) -> int:
         """Copy the keys and values of a row; returns a handle."""
         handle, length = next(self._handles), self._row_length[row]
-        self._parked[handle] = self._own[:, :, row, :, :length].clone(), self._row_prompt[row], length
+        kept = torch.stack([own[:, row, :, :length] for own in self._own])
+        self._parked[handle] = kept, self._row_prompt[row], length
         return handle
 
     def resume(self, handles: Sequence[int]) -> None:
         """Add rows with the keys and values of parked ones."""
         for handle in handles:
             kept, prompt, length = self._parked.pop(handle)
+            self._fit(max([length, *self._row_length]), len(self._row_prompt) + 1)
             self.add_rows([prompt])
-            self._own[:, :, len(self._row_prompt) - 1, :, :length] = kept
+            for own, part in zip(self._own, kept, strict=True):
+                own[:, len(self._row_prompt) - 1, :, :length] = part
             self._row_length[-1] = length
 
     def release(self, handle: int) -> None:
@@ -146,7 +147,7 @@ class GroupCache:
         prompt, length = self._row_prompt[row], self._row_length[row]
         k, v = (
             torch.cat([of_prompts[prompt, :, : self._prompt_length[prompt]], own[:, :length]], dim=1).transpose(0, 1)
-            for own, of_prompts in zip(self._own[:, layer, row], self._prompts[:, layer], strict=True)
+            for own, of_prompts in zip(self._own[layer][:, row], self._prompts[:, layer], strict=True)
         )
         return k, v
 
@@ -155,9 +156,10 @@ class GroupCache:
         follows after the last layer."""
         start, prompt = self._row_length[row], self._row_prompt[row]
         end = start + len(k_LKD)
+        self._fit(max([end, *self._row_length]), len(self._row_prompt))
         self._clear_to(end)
         whole = []
-        for new, own, of_prompts in zip((k_LKD, v_LKD), self._own[:, layer, row], self._prompts[:, layer], strict=True):
+        for new, own, of_prompts in zip((k_LKD, v_LKD), self._own[layer][:, row], self._prompts[:, layer], strict=True):
             own[:, start:end] = new.transpose(0, 1)
             before = of_prompts[prompt, :, : self._prompt_length[prompt]]
             whole.append(torch.cat([before, own[:, :end]], dim=1).transpose(0, 1))
@@ -171,6 +173,7 @@ class GroupCache:
 
     def next_layout(self) -> Layout:
         """The layout of the coming step, in which each row gets one more token."""
+        self._fit(max(self._row_length) + 1, len(self._row_length))
         if self._layout is None:
             self._layout = Layout(
                 self._row_prompt,
@@ -178,9 +181,9 @@ class GroupCache:
                 self._prompt_length,
                 heads=self._heads,
                 group_rows=self._group,
-                own_capacity=self._own.shape[-2],
+                own_capacity=self._own[0].shape[-2],
                 device=self._device,
-                dtype=self._own.dtype,
+                dtype=self._own[0].dtype,
             )
         else:
             self._layout.advance()
@@ -188,20 +191,36 @@ class GroupCache:
         self._clear_to(self._layout.own_length)
         return self._layout
 
+    def _fit(self, tokens: int, rows: int) -> None:
+        """Give so many rows room for so many tokens each. Rows are copied a layer at a time, to memory of as many rows
+        as there may then be."""
+        _, held, _, room, _ = self._own[0].shape
+        if rows <= held and tokens <= room:
+            return
+        room = self._capacity.room_of(tokens, rows)
+        held, count = max(rows, self._capacity.rows_of(room)), len(self._row_prompt)
+        self._cleared = min(self._cleared, room)
+        for layer, own in enumerate(self._own):
+            grown = own.new_empty(2, held, own.shape[2], room, own.shape[4])
+            grown[:, :count, :, : self._cleared] = own[:, :count, :, : self._cleared]
+            self._own[layer] = grown
+        self._layout = None
+
     def _clear_to(self, length: int) -> None:
         if length > self._cleared:
-            fresh = min(round_up(length, CLEARED_TOKENS), self._own.shape[-2])
-            self._own[..., self._cleared : fresh, :].zero_()
+            fresh = min(round_up(length, CLEARED_TOKENS), self._own[0].shape[-2])
+            for own in self._own:
+                own[..., self._cleared : fresh, :].zero_()
             self._cleared = fresh
 
     def write_rows(self, layer: int, layout: Layout, k_SKD: Tensor, v_SKD: Tensor) -> None:
         """Store the keys and values of each row's newest token in one layer."""
-        for own, new in zip(self._own[:, layer], (k_SKD, v_SKD), strict=True):
+        for own, new in zip(self._own[layer], (k_SKD, v_SKD), strict=True):
             own.view(-1, self.width).index_copy_(0, layout.writes, new.reshape(-1, self.width).to(own.dtype))
 
     def own(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows in one layer, ``[S K, T, D]`` each."""
-        rows = self._own[:, layer, : layout.count, :, : layout.own_length].flatten(1, 2)
+        rows = self._own[layer][:, : layout.count, :, : layout.own_length].flatten(1, 2)
         return rows[0], rows[1]
 
     def prompts(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:

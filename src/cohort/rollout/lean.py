@@ -66,6 +66,7 @@ class LeanBackend(Backend):
         self._identity = anatomy.identity()
         without = policy.why_no_kernels() if native_kernels else "switched off"
         self._kernels = None if without else Kernels()
+        self.grows = self._kernels is None
         self.weights = DecoderWeights(anatomy, compute, native=self.is_native)
         # On a CPU, torch's batched products of few rows are no slower in float32 than in bfloat16.
         self._cache_dtype = wide if kind_of(policy.device) == "cpu" and self._kernels is None else compute

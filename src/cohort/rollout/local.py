@@ -72,6 +72,8 @@ class LocalEngine(Engine):
         self.tokenizer = tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.max_batch_size = max_batch_size
+        self._most_rows = max_batch_size
+        self._clean_calls, self._patience = 0, 1  # since memory ran out, and how many of them it takes to try more rows
         self.cache_tokens = cache_tokens
         self.backend: Backend = choose_backend(policy, native_kernels=native_kernels)
         self._stops: dict[tuple[str, ...], StopStrings] = {}
@@ -190,7 +192,8 @@ class LocalEngine(Engine):
         return self._stops[stops]
 
     def _advance(self, watch: Watch) -> bool:
-        """``_decode``; when memory runs out, go on with half as many trajectories at a time, from this call on.
+        """``_decode``; when memory runs out, go on with half as many trajectories at a time. After some calls without
+        that, twice as many are tried again; each failure doubles their number.
 
         Raises:
             ModelError: memory runs out with one.
@@ -200,12 +203,15 @@ class LocalEngine(Engine):
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
+        if self._scheduler is not None and self.backend.grows:  # room for more rows than there are takes no memory
+            self._rows = max(1, min(self._rows, len(self._scheduler.active)))
         if self._rows == 1:
             raise ModelError(
                 "out of memory decoding one completion at a time: lower rollout.max_completion_length or "
                 "rollout.cache_tokens, or use a smaller model"
             )
         self.max_batch_size = self._rows // 2
+        self._clean_calls, self._patience = -1, 2 * self._patience
         if scheduler := self._scheduler:
             for trajectory, reason in scheduler.ended.items():
                 self._end(trajectory, reason)
@@ -238,7 +244,14 @@ class LocalEngine(Engine):
             self._end(trajectory, reason)
         if not scheduler.unfinished:
             self._free()
+            self._try_more_rows()
         return bool(ended) or (ended is not None and not cancelled)
+
+    def _try_more_rows(self) -> None:
+        """After a call in which memory sufficed."""
+        self._clean_calls += 1
+        if self.max_batch_size < self._most_rows and self._clean_calls >= self._patience:
+            self.max_batch_size, self._clean_calls = min(self._most_rows, 2 * self.max_batch_size), 0
 
     def _end(self, trajectory: Trajectory, reason: FinishReason) -> None:
         self._ended.append(trajectory.ended(reason, self.tokenizer, self.policy.version))
@@ -259,6 +272,7 @@ class LocalEngine(Engine):
             token_multiple=self.backend.token_multiple,
             row_bytes=self.backend.row_bytes,
             device=self.policy.device,
+            grows=self.backend.grows,
         )
         self._rows = capacity.rows
         self.backend.begin(capacity)

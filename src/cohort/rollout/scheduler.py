@@ -91,6 +91,7 @@ class Scheduler:
         """Tokens of histories that were prefilled although they had been read before."""
         self._runner, self._ends = runner, end_token_ids
         self._queue: deque[Trajectory] = deque()
+        self._preempted: deque[Trajectory] = deque()  # those that have made room for longer ones
         self._resumed: list[Trajectory] = []  # continued ones that keep their row
         self._numbers = count()
         self._texts: dict[int, Sequence[int]] = {}  # prefixes by number
@@ -100,7 +101,11 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         """Number of trajectories that are queued, being decoded or parked."""
-        return len(self.active) + len(self._queue) + len(self._resumed) + len(self.parked)
+        return len(self.active) + len(self.parked) + len(self._waiting)
+
+    @property
+    def _waiting(self) -> list[Trajectory]:
+        return [*self._resumed, *self._preempted, *self._queue]
 
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Queue trajectories. Those of one prompt that follow each other share a prefix."""
@@ -141,6 +146,7 @@ class Scheduler:
             Exception: the runner ran out of memory. ``ended`` and ``take_unfinished`` are valid nevertheless.
         """
         self.ended = {}
+        self._make_room()
         if self.active:
             self._runner.step()
         self._admit()
@@ -154,19 +160,19 @@ class Scheduler:
     def take_unfinished(self) -> list[Trajectory]:
         """The trajectories that are being decoded or wait for it, for another scheduler, in the order of their numbers.
         This one is of no further use."""
-        unfinished = [t for t in (*self.active, *self._resumed, *self._queue) if t not in self.ended]
+        unfinished = [t for t in (*self.active, *self._waiting) if t not in self.ended]
         for trajectory in unfinished:
             trajectory.forget()
         return sorted(unfinished, key=lambda trajectory: trajectory.number)
 
     def cancel(self) -> list[Trajectory]:
         """End all trajectories that are being decoded or wait for it."""
-        cancelled = [*self.active, *self._resumed, *self._queue]
-        for trajectory in self._resumed:
+        cancelled = [*self.active, *self._waiting]
+        for trajectory in self._waiting:
             self._release_row(trajectory)
-        for trajectory in (*self._resumed, *self._queue):
             self._users[trajectory.prefix] -= 1
         self._resumed.clear()
+        self._preempted.clear()
         self._queue.clear()
         self._retire(dict.fromkeys(range(len(self.active)), FinishReason.CANCELLED))
         return cancelled
@@ -197,17 +203,19 @@ class Scheduler:
         if self.active and not self._runner.refills:
             return
         new = sorted(self._resumed, key=lambda trajectory: trajectory.handle is None)
-        kept = sum(trajectory.handle is not None for trajectory in self.parked.values())
-        room = self.capacity.rows - len(self.active) - kept - len(new)
+        room = self.capacity.rows - len(self.active) - self._kept - len(new)
         self._resumed = []
         prefixes: list[int] = []
-        while self._queue and room > 0:
-            prefix = self._queue[0].prefix
+        while (self._preempted or self._queue) and room > 0:
+            source = self._preempted or self._queue
+            if not self._has_room([*self.active, *new, source[0]]):
+                break
+            prefix = source[0].prefix
             if prefix not in self._prefilled and prefix not in prefixes:
                 if len(self._prefilled) + len(prefixes) == self.capacity.prompts or not self._fits(prefix, prefixes):
                     break
                 prefixes.append(prefix)
-            new.append(self._queue.popleft())
+            new.append(source.popleft())
             room -= 1
         self.active += new  # before memory may run out
         if prefixes:
@@ -218,6 +226,33 @@ class Scheduler:
                 trajectory.begin_turn()
             # Trajectories of a prefix are neighbours in the queue: only the prefix at its head can be needed again.
             self._runner.add(new, self._queue[0].prefix if self._queue else None)
+
+    @property
+    def _kept(self) -> int:
+        """Parked rows."""
+        return sum(trajectory.handle is not None for trajectory in self.parked.values())
+
+    def _has_room(self, rows: Sequence[Trajectory]) -> bool:
+        """Whether rows can get another token each. One always can."""
+        longest = max(len(trajectory.tokens) for trajectory in rows) + 1
+        return len(rows) == 1 or len(rows) + self._kept <= self.capacity.rows_of(longest)
+
+    def _make_room(self) -> None:
+        """Preempt the rows with the fewest tokens, until the others and those that are resumed have room. What they
+        have drawn is read again later."""
+        if self.capacity.row_tokens is None:
+            return
+        rows = sorted(range(len(self.active)), key=lambda row: -len(self.active[row].tokens))
+        left = list(rows)
+        while left and not self._has_room([*(self.active[row] for row in left), *self._resumed]):
+            left.pop()
+        if preempted := rows[len(left) :]:
+            for row in preempted:
+                self.active[row].forget()
+                self.tokens_read_again += len(self.active[row].tokens) - 1
+            self._preempted.extendleft(self.active[row] for row in preempted)
+            self._runner.remove(preempted)
+            self.active = [self.active[row] for row in order_after_removal(preempted, len(self.active))]
 
     def _fits(self, prefix: int, others: Sequence[int]) -> bool:
         mixed = self._runner.mixed_lengths or not others
