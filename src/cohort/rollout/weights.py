@@ -39,7 +39,7 @@ class Product:
     ) -> None:
         self._linears = tuple(linears)
         self._dtype = dtype
-        self._casts = any(linear.weight.dtype != dtype for linear in linears)
+        self._casts = any(linear.weight.dtype != dtype or hasattr(linear.module, "is_table") for linear in linears)
         self._weights: list[Tensor] = []
         self._biases: list[Tensor | None] = []
         self._packed: Tensor | None = None
