@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cohort.config import LoraConfig
 from cohort.errors import ModelError
+from cohort.policy.experts import activation_of
 from cohort.policy.files import ADAPTER_FILE, read_json_object
 from cohort.policy.float32_head import is_float32
 from cohort.policy.load import PEFT_ASKS, Precision, load_adapter, matrices, peft_library
@@ -95,7 +96,7 @@ def _new(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
         warnings.filterwarnings("ignore", PEFT_ASKS, FutureWarning)
         if not getattr(model, "is_quantized", False):  # peft would round new adapters to the dtype of their layer
             for kind in (peft.tuners.tuners_utils.BaseTunerLayer, peft.tuners.lora.layer.ParamWrapper):
-                patches.enter_context(mock.patch.object(kind, "_move_adapter_to_device_of_base_layer", lambda *_: None))
+                patches.enter_context(mock.patch.object(kind, "_move_adapter_to_device_of_base_layer"))
         torch.manual_seed(seed)
         return peft.get_peft_model(model, settings)
 
@@ -151,24 +152,25 @@ def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
     if precision.compute == precision.master:
         return
     modules: list[Any] = list(model.modules())
+    linears: list[Any] = [module for module in modules if type(module) is nn.Linear]
     tables = [module for module in modules if isinstance(module, nn.Embedding)]
-    heads = {id(module.weight) for module in tables}
-    # peft adds to these in their own dtype, and loads trained values into copies of these.
-    wide = {id(module.get_param()) for module in modules if hasattr(module, "get_param")}
-    copied = [module.original_module for module in modules if hasattr(module, "original_module")]
-    wide |= {id(module.weight) for module in copied if isinstance(module, nn.Embedding)}
-    wide |= {id(module.weight) for module in tables if not (has_adapters(model) and _can_be_narrow(module, precision))}
-    wide |= {id(module.weight) for module in modules if type(module) is nn.Linear and is_float32(module)} - heads
-    for weight in matrices(model):
+    # peft loads trained values into copies of these.
+    copied = {id(module.original_module) for module in modules if hasattr(module, "original_module")}
+    fit = [has_adapters(model) and id(one) not in copied and _can_be_narrow(one, precision) for one in tables]
+    wide = {id(one.weight) for one, fits in zip(tables, fit, strict=True) if not fits}
+    # It adds to these experts in their own dtype, and transformers computes those in theirs.
+    wide |= {id(module.get_param()) for module in modules if hasattr(module, "get_param")}
+    theirs = [module for module in modules if hasattr(module, "is_transposed") and activation_of(module) is None]
+    wide |= {id(weight) for module in theirs for weight in module.parameters()}
+    wide |= {id(module.weight) for module in linears if is_float32(module)}
+    for weight in matrices(model).values():
         if not weight.requires_grad:
             weight.data = weight.data.to(precision.master if id(weight) in wide else precision.compute)
-    for module in modules:
-        if not hasattr(module, "weight") or id(module.weight) not in heads - wide or module.weight.requires_grad:
-            continue
-        if isinstance(module, nn.Embedding):
+    for module in tables:
+        if module.weight.dtype == precision.compute:
             module.register_forward_hook(_widened)
-        else:
-            module.is_table = True
+    for module in linears:  # products of these are as with a float32 weight
+        module.is_table = any(module.weight is table.weight for table in tables)
 
 
 def _widened(_embedding: nn.Embedding, _inputs: Any, output: Tensor) -> Tensor:
@@ -176,19 +178,18 @@ def _widened(_embedding: nn.Embedding, _inputs: Any, output: Tensor) -> Tensor:
 
 
 def _can_be_narrow(embedding: nn.Embedding, precision: Precision) -> bool:
-    """Whether an embedding has the same outputs in the master dtype if its weight is stored in the compute dtype."""
-    rows = embedding.weight.detach().split(4096)
-    if not all(torch.equal(part.to(precision.compute).to(part.dtype), part) for part in rows):
-        return False
-    # Some multiply by a factor in the weight's dtype. The numbers of this row need all digits after it.
-    row = torch.linspace(-1, 1, embedding.embedding_dim, device=embedding.weight.device).to(precision.compute)
-    weights = [row.to(dtype).expand_as(embedding.weight) for dtype in (precision.compute, precision.master)]
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=row.device)
+    """Whether an embedding has the same values and outputs if its weight is stored in the compute dtype."""
+    weight = embedding.weight.detach()
+    same = all(torch.equal(part.to(precision.compute).to(part.dtype), part) for part in weight.split(4096))
+    # Some multiply by a factor in the weight's dtype. This row's numbers have no zeros at the end.
+    row = torch.linspace(-1, 1, embedding.embedding_dim, device=weight.device).to(precision.compute)
+    rows = [row.to(dtype).expand_as(weight) for dtype in (precision.compute, precision.master)]
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
     try:
-        narrow, wide = (torch.func.functional_call(embedding, {"weight": weight}, (ids,)) for weight in weights)
-        return wide.dtype == precision.master and torch.equal(narrow.to(precision.master), wide)
+        narrow, wide = (torch.func.functional_call(embedding, {"weight": each}, (ids,)) for each in rows)
     except Exception:  # models bring their own code
         return False
+    return same and wide.dtype == precision.master and torch.equal(narrow.to(wide.dtype), wide)
 
 
 def is_untouched(model: Any) -> bool:
@@ -217,7 +218,7 @@ def merged(model: Any) -> Any:
     if getattr(model.get_base_model(), "is_quantized", False):
         raise ModelError("the weights are quantized: merge the saved adapter into the model before its quantization")
     plain = copy.deepcopy(model)
-    for weight in matrices(plain):
+    for weight in matrices(plain).values():
         weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
     return plain.merge_and_unload()
 

@@ -131,8 +131,8 @@ class ComputeModel:
         before, self.precision = self.precision, Precision(self.precision.master, torch.float32)
         hooks = []
         for module in self.model.modules():
-            matrices = isinstance(module, nn.Linear) or hasattr(module, "is_transposed")
-            if matrices and any(weight.dtype == before.compute for weight in module.parameters(recurse=False)):
+            narrow = any(weight.dtype == before.compute for weight in module.parameters(recurse=False))
+            if narrow and not isinstance(module, nn.Embedding):
                 hooks += [module.register_forward_pre_hook(_widen), module.register_forward_hook(_narrow)]
         try:
             with torch.autocast(self.device.type, enabled=False):  # of a ``compute()`` around the block
@@ -203,16 +203,15 @@ class AllFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _widen(module: nn.Module, _given: Any) -> None:
+def _widen(module: Any, _given: Any) -> None:
     module.narrow_weights = [(weight, weight.data) for weight in module.parameters(recurse=False)]
     for weight, values in module.narrow_weights:
         weight.data = values.float()
 
 
-def _narrow(module: nn.Module, _given: Any, _output: Any) -> None:
-    for weight, values in module.narrow_weights:
+def _narrow(module: Any, _given: Any, _output: Any) -> None:
+    for weight, values in module.__dict__.pop("narrow_weights"):
         weight.data = values
-    del module.narrow_weights
 
 
 def enable_checkpointing(model: Any) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -141,12 +143,12 @@ def load_model(
         trust_remote_code: run code that comes with the model.
         allow_pickled_weights: read pickled weights where there are no others.
         quantization: "8bit" or "4bit" (NF4) store the weights of linear layers in so many bits.
-        frozen: no weight will be trained. If the files have all of them in the compute dtype, ``matrices`` are in it.
+        frozen: no weight will be trained. ``matrices`` then have the dtype of the file, for ``keep_in_compute_dtype``.
 
     Raises:
         ModelError: there is no such folder, it has no causal language model, or a tensor of the model is missing.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedModel
 
     path = _check_folder(path)
     # Reading a folder is fast; a download shows its progress.
@@ -154,72 +156,43 @@ def load_model(
     with _errors(f"cannot load a causal language model from {path!r}", path), bars:
         base = check_loading(path, trust_remote_code=trust_remote_code, allow_pickled_weights=allow_pickled_weights)
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-        narrow = frozen and (base, quantization) == (path, "none") and _stored_in(base, precision.compute)
         model: Any
-        model, report = auto_class(config).from_pretrained(
-            base,
-            dtype=precision.compute if narrow else precision.master,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=None if allow_pickled_weights else True,
-            ignore_mismatched_sizes=True,  # check_complete refuses them, and names one
-            output_loading_info=True,
-            # Before 5.21 transformers chooses SDPA for models with soft caps, and drops the caps.
-            **({"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}),
-            **_quantization(quantization, precision, device),
-        )
+        plan: Any = mock.patch.object(PreTrainedModel, "_get_dtype_plan", _as_stored)
+        as_stored = frozen and base == path and not hasattr(config, "quantization_config")
+        with plan if as_stored and precision.compute != precision.master else contextlib.nullcontext():
+            model, report = auto_class(config).from_pretrained(
+                base,
+                dtype=precision.master,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=None if allow_pickled_weights else True,
+                ignore_mismatched_sizes=True,  # check_complete refuses them, and names one
+                output_loading_info=True,
+                # Before 5.21 transformers chooses SDPA for models with soft caps, and drops the caps.
+                **({"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}),
+                **_quantization(quantization, precision, device),
+            )
         check_complete(base, report)
-        if narrow:
-            _widen_the_rest(model, config, precision, trust_remote_code)
         if (Path(path) / ADAPTER_FILE).exists():
             model = load_adapter(model, Path(path), allow_pickled_weights=allow_pickled_weights).merge_and_unload()
     loaded: nn.Module = model if quantization != "none" else model.to(device)
     return loaded
 
 
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of linear layers, embeddings and experts, each once."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        if type(module) is nn.Linear or isinstance(module, nn.Embedding):
-            found[id(module.weight)] = module.weight
-        elif hasattr(module, "is_transposed"):
-            found |= {id(weight): weight for weight in module.parameters(recurse=False) if weight.ndim == 3}
-    return [*found.values()]
+def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of linear layers and embeddings, and the matrices of experts, by all of their names."""
+
+    def is_one(name: str, weight: nn.Parameter) -> bool:
+        module = model.get_submodule(name.rpartition(".")[0])
+        plain = type(module) is nn.Linear or isinstance(module, nn.Embedding)
+        return weight.ndim == 3 if hasattr(module, "is_transposed") else plain and weight.ndim == 2
+
+    return {name: one for name, one in model.named_parameters(remove_duplicate=False) if is_one(name, one)}
 
 
-def _stored_in(base: str, dtype: torch.dtype) -> bool:
-    """Whether the weights of a folder or hub id are safetensors of a dtype of half precision, without an exception."""
-    from safetensors import safe_open
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-    from transformers.utils.hub import get_checkpoint_shard_files
-
-    name = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(dtype)
-    whole, index = (
-        cached_file(base, file, _raise_exceptions_for_missing_entries=False)
-        for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    )
-    found = set()
-    for file in [whole] if whole else get_checkpoint_shard_files(base, index)[0] if index and name else []:
-        with safe_open(file, "pt") as opened:
-            found |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118 - not a dictionary
-    return found - {"I64"} == {name}
-
-
-def _widen_the_rest(model: Any, config: Any, precision: Precision, trust_remote_code: bool) -> None:
-    """Make a model that was read in the compute dtype the one that is read in the master dtype, but for ``matrices``."""
-    from accelerate import init_empty_weights
-
-    narrow = {id(weight) for weight in matrices(model)}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and id(tensor) not in narrow:
-            tensor.data = tensor.data.to(precision.master)
-    # Tables that are computed and not stored would have the rounding of the compute dtype.
-    with init_empty_weights(include_buffers=False):
-        skeleton = auto_class(config).from_config(config, dtype=precision.master, trust_remote_code=trust_remote_code)
-    for (_, module), (_, like) in zip(model.named_modules(), skeleton.named_modules(), strict=True):
-        module._buffers |= {name: like._buffers[name] for name in like._non_persistent_buffers_set}
-        if hasattr(module, "config"):
-            module.config.dtype = precision.master
+def _as_stored(model: Any, _dtype: torch.dtype) -> dict[str, None]:
+    """A plan for ``from_pretrained``: ``matrices`` keep the dtype of the file. Everything else, such as tables that are
+    computed and not stored, is as in a model that is read in the master dtype."""
+    return {f"^{re.escape(name)}$": None for name in matrices(model)}
 
 
 def check_loading(

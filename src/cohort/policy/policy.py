@@ -195,7 +195,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
             trust_remote_code=config.trust_remote_code,
             allow_pickled_weights=config.allow_pickled_weights,
             quantization=config.quantization,
-            frozen=config.lora.wanted,
+            frozen=config.lora.wanted and not quantized,
         )
     elif not getattr(model, "is_quantized", False):
         model.to(device=place, dtype=precision.master)
