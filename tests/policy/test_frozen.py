@@ -18,6 +18,11 @@ from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
 MIXED = Precision(torch.float32, torch.bfloat16)
 PROMPTS, COMPLETIONS = [(3, 4, 5, 6, 7), (8, 9, 10)], [(11, 12, 13, 14), (5, 6)]
+# Of peft, about layers of GPT-2 and about experts.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning"),
+]
 ATTENTION = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 ALL = {"rank": 4}
 MODELS = {
@@ -85,13 +90,13 @@ def results(policy):
     found = {name: weight.grad for name, weight in policy.model.named_parameters() if weight.grad is not None}
     assert any(bool(gradient.any()) for gradient in found.values())
     groups = LocalEngine(policy, LetterTokenizer(), (1,)).generate(
-        prompts((5, 9, 20), (7,)), 2, Sampling(max_completion_length=8), RNGKey(5)
+        prompts((5, 9, 20), (7,)), 2, Sampling(max_completion_length=8), RNGKey(5, 0)
     )
     drawn = [completion for group in groups for completion in group.completions]
     return found | {
         "logps": logps.detach(),
         "drawn": [list(one.token_ids) for one in drawn],
-        "logps of draws": [list(one.logps) for one in drawn],
+        "logps of draws": [list(one.sampler_logps) for one in drawn],
     }
 
 
@@ -104,9 +109,9 @@ def assert_equal(one, other):
 
 def without_dtypes(policy):
     """The initial weights and buffers, in float64, in which nothing is rounded."""
-    return {name: tensor.detach().double() for name, tensor in policy.model.named_parameters()} | {
-        name: tensor for name, tensor in policy.model.named_buffers()
-    }
+    return {name: tensor.detach().double() for name, tensor in policy.model.named_parameters()} | dict(
+        policy.model.named_buffers()
+    )
 
 
 @pytest.mark.parametrize("name", telling(list(MODELS), "llama", "gemma3_text", "gpt2", "qwen3_moe, attention", "lfm2"))
@@ -119,11 +124,6 @@ def test_narrow_weights_give_the_results_of_wide_ones_bit_for_bit(monkeypatch, f
     assert now.passes.description == before.passes.description
 
 
-def dtypes(policy):
-    names = matrices(policy.model)
-    return {name: weight.dtype for name, weight in policy.model.named_parameters() if name in names}
-
-
 def test_matrices_are_in_the_compute_dtype_and_the_rest_is_in_float32(folder_of):
     policy = loaded(folder_of("qwen3_moe"), ATTENTION)
     frozen = matrices(policy.model)
@@ -131,15 +131,17 @@ def test_matrices_are_in_the_compute_dtype_and_the_rest_is_in_float32(folder_of)
         narrow = name in frozen and not weight.requires_grad
         assert weight.dtype == (torch.bfloat16 if narrow else torch.float32), name
     experts = [name for name in frozen if "experts" in name]
-    assert len(experts) == 4 and all(frozen[name].ndim == 3 for name in experts)
+    assert len(experts) == 4
+    assert all(frozen[name].ndim == 3 for name in experts)
     table = policy.model.get_input_embeddings()
-    assert table.weight.dtype == torch.bfloat16 and table(torch.tensor([3])).dtype == torch.float32
+    assert table.weight.dtype == torch.bfloat16
+    assert table(torch.tensor([3])).dtype == torch.float32
 
 
 def test_an_embedding_that_scales_in_its_own_dtype_and_adapted_experts_stay_in_float32(folder_of):
     assert loaded(folder_of("gemma3_text"), ALL).model.get_input_embeddings().weight.dtype == torch.float32
-    adapted = dtypes(loaded(folder_of("qwen3_moe"), ALL))
-    assert {dtype for name, dtype in adapted.items() if "gate_up_proj" in name} == {torch.float32}
+    adapted = matrices(loaded(folder_of("qwen3_moe"), ALL).model)
+    assert {weight.dtype for name, weight in adapted.items() if "gate_up_proj" in name} == {torch.float32}
 
 
 def test_a_table_with_other_values_stays_as_it_is(folder_of):
@@ -165,13 +167,13 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe, attention", "lfm2"])
 def test_no_float32_tensor_of_a_matrix_is_made(monkeypatch, folder_of, name):
-    lora = MODELS[name] | {"rank": 1}
+    folder, lora = folder_of(name), MODELS[name] | {"rank": 1}
     # The check of adapters runs the model, whose activations and layers are as small as a matrix here.
     monkeypatch.setattr("cohort.policy.policy.check_targets", lambda *_: None)
     with Largest() as now:
-        policy = loaded(folder_of(name), lora)
+        policy = loaded(folder, lora)
     with Largest() as before:
-        as_before(monkeypatch, folder_of(name), lora)
+        as_before(monkeypatch, folder, lora)
     smallest = min(weight.numel() for weight in matrices(policy.model).values() if not weight.requires_grad)
     assert now.size < smallest <= before.size
 
@@ -212,17 +214,15 @@ def test_a_tied_table_under_other_settings(monkeypatch, folder_of, settings):
     before = trained(as_before(monkeypatch, folder_of("lfm2"), ALL, **settings))
     now = trained(loaded(folder_of("lfm2"), ALL, **settings))
     head, table = now.model.get_output_embeddings(), now.model.get_input_embeddings()
-    assert head.weight is table.weight and table.weight.dtype == torch.bfloat16
+    assert head.weight is table.weight
+    assert table.weight.dtype == torch.bfloat16
     assert_equal(results(now), results(before))
 
 
 @pytest.mark.parametrize("variant", ["dora", "rslora"])
 def test_new_adapters_are_not_rounded(monkeypatch, folder_of, variant):
     lora = {"rank": 4, "variant": variant}
-    before, now = (
-        make()
-        for make in (lambda: as_before(monkeypatch, folder_of("llama"), lora), lambda: loaded(folder_of("llama"), lora))
-    )
+    before, now = as_before(monkeypatch, folder_of("llama"), lora), loaded(folder_of("llama"), lora)
     assert_equal(without_dtypes(now), without_dtypes(before))
     assert_equal(results(trained(now)), results(trained(before)))
 
