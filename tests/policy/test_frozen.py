@@ -21,7 +21,7 @@ PROMPTS, COMPLETIONS = [(3, 4, 5, 6, 7), (8, 9, 10)], [(11, 12, 13, 14), (5, 6)]
 # Of peft, about layers of GPT-2 and about experts.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The following rank_pattern keys:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning"),
 ]
 ATTENTION = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 ALL = {"rank": 4}

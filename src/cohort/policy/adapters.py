@@ -147,8 +147,8 @@ def check_targets(model: Any, run: Callable[[], torch.Tensor]) -> None:
 
 def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
     """Store frozen matrices of linear layers and experts in the compute dtype, to which every pass would cast them;
-    under adapters also embeddings, where that changes neither a value nor an output. Results do not change. A head that
-    computes in float32 keeps its dtype."""
+    under adapters also embeddings, where that changes neither a value nor an output. Results do not change. Other
+    matrices are stored in the master dtype: a head that computes in float32, and what peft needs so."""
     if precision.compute == precision.master:
         return
     modules: list[Any] = list(model.modules())
@@ -156,8 +156,8 @@ def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
     tables = [module for module in modules if isinstance(module, nn.Embedding)]
     # peft loads trained values into copies of these.
     copied = {id(module.original_module) for module in modules if hasattr(module, "original_module")}
-    fit = [has_adapters(model) and id(one) not in copied and _can_be_narrow(one, precision) for one in tables]
-    wide = {id(one.weight) for one, fits in zip(tables, fit, strict=True) if not fits}
+    narrow = [one for one in tables if has_adapters(model) and id(one) not in copied and _can_be_narrow(one, precision)]
+    wide = {id(one.weight) for one in tables if one not in narrow}
     # It adds to these experts in their own dtype, and transformers computes those in theirs.
     wide |= {id(module.get_param()) for module in modules if hasattr(module, "get_param")}
     theirs = [module for module in modules if hasattr(module, "is_transposed") and activation_of(module) is None]
@@ -166,9 +166,8 @@ def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
     for weight in matrices(model).values():
         if not weight.requires_grad:
             weight.data = weight.data.to(precision.master if id(weight) in wide else precision.compute)
-    for module in tables:
-        if module.weight.dtype == precision.compute:
-            module.register_forward_hook(_widened)
+    for module in narrow:
+        module.register_forward_hook(_widened)
     for module in linears:  # products of these are as with a float32 weight
         module.is_table = any(module.weight is table.weight for table in tables)
 
