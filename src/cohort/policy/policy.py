@@ -220,9 +220,8 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
 
         def trial() -> torch.Tensor:
             with torch.random.fork_rng(), policy.training(), policy.compute():
-                logits: torch.Tensor = policy.model(
-                    input_ids=torch.arange(3, device=device)[None], use_cache=False
-                ).logits
+                ids = torch.arange(3, device=device)[None]
+                logits: torch.Tensor = policy.model(input_ids=ids, use_cache=False).logits
             return logits
 
         check_targets(model, trial)
