@@ -118,10 +118,11 @@ def no_native_kernels(*_, **__):
 @contextlib.contextmanager
 def without_native_kernels():
     """Refuse calls of the native kernels, which would read addresses of a GPU."""
+    kernels = {"call": native.call, "load": native.load}
     with contextlib.ExitStack() as stack:
         for module in [module for name, module in sys.modules.items() if name.startswith("cohort.")]:
-            for name in ("call", "load"):
-                if getattr(module, name, None) is getattr(native, name):
+            for name, function in kernels.items():
+                if getattr(module, name, None) is function:
                     stack.enter_context(mock.patch.object(module, name, no_native_kernels))
         yield
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cohort.config import LoraConfig
 from cohort.errors import ModelError
-from cohort.policy.files import ADAPTER_FILE
+from cohort.policy.experts import activation_of
+from cohort.policy.files import ADAPTER_FILE, read_json_object
 from cohort.policy.float32_head import is_float32
-from cohort.policy.load import PEFT_ASKS, Precision, load_adapter, peft_library
+from cohort.policy.load import PEFT_ASKS, Precision, load_adapter, matrices, peft_library
 from cohort.policy.vision import untrained_modules
 
 TRAINED, REFERENCE = "default", "reference"
@@ -51,7 +54,7 @@ def add_adapters(
     model.requires_grad_(False)
     try:
         if config.adapter:
-            wrapped = _saved(model, config.adapter, allow_pickled_weights=allow_pickled_weights)
+            wrapped = _saved(model, config.adapter, precision, allow_pickled_weights=allow_pickled_weights)
         else:
             wrapped = _new(peft, model, config, seed)
     except ModelError:
@@ -65,10 +68,14 @@ def add_adapters(
     return wrapped
 
 
-def _saved(model: nn.Module, adapter: str, *, allow_pickled_weights: bool) -> Any:
+def _saved(model: nn.Module, adapter: str, precision: Precision, *, allow_pickled_weights: bool) -> Any:
     folder = Path(adapter).expanduser()
     if not (folder / ADAPTER_FILE).exists():
         raise ModelError(f"model.lora.adapter: no {ADAPTER_FILE} in {adapter}")
+    trained = tuple(read_json_object(folder / ADAPTER_FILE).get("modules_to_save") or ())
+    for name, module in model.named_modules():
+        if name.endswith(trained):  # peft copies them, and loads the trained values into the copies
+            module.to(precision.master)
     return load_adapter(model, folder, allow_pickled_weights=allow_pickled_weights, is_trainable=True)
 
 
@@ -85,8 +92,11 @@ def _new(peft: Any, model: nn.Module, config: LoraConfig, seed: int) -> Any:
         use_rslora=config.variant == "rslora",
         use_dora=config.variant == "dora",
     )
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(), warnings.catch_warnings(), contextlib.ExitStack() as patches:
         warnings.filterwarnings("ignore", PEFT_ASKS, FutureWarning)
+        if not getattr(model, "is_quantized", False):  # peft would round new adapters to the dtype of their layer
+            for kind in (peft.tuners.tuners_utils.BaseTunerLayer, peft.tuners.lora.layer.ParamWrapper):
+                patches.enter_context(mock.patch.object(kind, "_move_adapter_to_device_of_base_layer"))
         torch.manual_seed(seed)
         return peft.get_peft_model(model, settings)
 
@@ -136,15 +146,49 @@ def check_targets(model: Any, run: Callable[[], torch.Tensor]) -> None:
 
 
 def keep_in_compute_dtype(model: nn.Module, precision: Precision) -> None:
-    """Store frozen matrices of linear layers in the compute dtype, to which every pass would cast them. Results do not
-    change. A matrix that is also the embedding, and a head that computes in float32, keep their dtype."""
+    """Store frozen matrices of linear layers and experts in the compute dtype, to which every pass would cast them;
+    under adapters also embeddings, where that changes neither a value nor an output. Results do not change. Other
+    matrices are stored in the master dtype: a head that computes in float32, and what peft needs so."""
     if precision.compute == precision.master:
         return
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        frozen = type(module) is nn.Linear and not module.weight.requires_grad and not is_float32(module)
-        if frozen and id(module.weight) not in tables:
-            module.weight.data = module.weight.data.to(precision.compute)
+    modules: list[Any] = list(model.modules())
+    linears: list[Any] = [module for module in modules if type(module) is nn.Linear]
+    tables = [module for module in modules if isinstance(module, nn.Embedding)]
+    # peft loads trained values into copies of these.
+    copied = {id(module.original_module) for module in modules if hasattr(module, "original_module")}
+    narrow = [one for one in tables if has_adapters(model) and id(one) not in copied and _can_be_narrow(one, precision)]
+    wide = {id(one.weight) for one in tables if one not in narrow}
+    # It adds to these experts in their own dtype, and transformers computes those in theirs.
+    wide |= {id(module.get_param()) for module in modules if hasattr(module, "get_param")}
+    theirs = [module for module in modules if hasattr(module, "is_transposed") and activation_of(module) is None]
+    wide |= {id(weight) for module in theirs for weight in module.parameters()}
+    wide |= {id(module.weight) for module in linears if is_float32(module)}
+    for weight in matrices(model).values():
+        if not weight.requires_grad:
+            weight.data = weight.data.to(precision.master if id(weight) in wide else precision.compute)
+    for module in narrow:
+        module.register_forward_hook(_widened)
+    for module in linears:  # products of these are as with a float32 weight
+        module.is_table = any(module.weight is table.weight for table in tables)
+
+
+def _widened(_embedding: nn.Embedding, _inputs: Any, output: Tensor) -> Tensor:
+    return output.to(torch.promote_types(output.dtype, torch.float32))
+
+
+def _can_be_narrow(embedding: nn.Embedding, precision: Precision) -> bool:
+    """Whether an embedding has the same values and outputs if its weight is stored in the compute dtype."""
+    weight = embedding.weight.detach()
+    same = all(torch.equal(part.to(precision.compute).to(part.dtype), part) for part in weight.split(4096))
+    # Some multiply by a factor in the weight's dtype. This row's numbers have no zeros at the end.
+    row = torch.linspace(-1, 1, embedding.embedding_dim, device=weight.device).to(precision.compute)
+    rows = [row.to(dtype).expand_as(weight) for dtype in (precision.compute, precision.master)]
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+    try:
+        narrow, wide = (torch.func.functional_call(embedding, {"weight": each}, (ids,)) for each in rows)
+    except Exception:  # models bring their own code
+        return False
+    return same and wide.dtype == precision.master and torch.equal(narrow.to(wide.dtype), wide)
 
 
 def is_untouched(model: Any) -> bool:
@@ -173,9 +217,8 @@ def merged(model: Any) -> Any:
     if getattr(model.get_base_model(), "is_quantized", False):
         raise ModelError("the weights are quantized: merge the saved adapter into the model before its quantization")
     plain = copy.deepcopy(model)
-    for module in plain.modules():
-        if type(module) is nn.Linear and module.weight.dtype in {torch.bfloat16, torch.float16}:
-            module.weight.data = module.weight.data.float()
+    for weight in matrices(plain).values():
+        weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
     return plain.merge_and_unload()
 
 

@@ -130,7 +130,8 @@ class ComputeModel:
         before, self.precision = self.precision, Precision(self.precision.master, torch.float32)
         hooks = []
         for module in self.model.modules():
-            if isinstance(module, nn.Linear) and module.weight.dtype == before.compute:
+            narrow = any(weight.dtype == before.compute for weight in module.parameters(recurse=False))
+            if narrow and not isinstance(module, nn.Embedding):
                 hooks += [module.register_forward_pre_hook(_widen), module.register_forward_hook(_narrow)]
         try:
             with torch.autocast(self.device.type, enabled=False):  # of a ``compute()`` around the block
@@ -201,13 +202,15 @@ class AllFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _widen(module: nn.Module, _given: Any) -> None:
-    module.narrow_weight, module.weight.data = module.weight.data, module.weight.data.float()
+def _widen(module: Any, _given: Any) -> None:
+    module.narrow_weights = [(weight, weight.data) for weight in module.parameters(recurse=False)]
+    for weight, values in module.narrow_weights:
+        weight.data = values.float()
 
 
-def _narrow(module: nn.Module, _given: Any, _output: Any) -> None:
-    module.weight.data = module.narrow_weight
-    del module.narrow_weight
+def _narrow(module: Any, _given: Any, _output: Any) -> None:
+    for weight, values in module.__dict__.pop("narrow_weights"):
+        weight.data = values
 
 
 def enable_checkpointing(model: Any) -> None:

@@ -172,7 +172,8 @@ class CompletionStates:
         """The head's weight in the compute dtype. If it must be cast to bfloat16, and the processor multiplies pairs of
         such numbers, it is packed for native kernels."""
         linear, compute = self.head.linear, self.head.compute
-        if self.native and linear is not None and linear.weight.dtype != compute == torch.bfloat16 and has_pairs():
+        packs = self.native and compute == torch.bfloat16 and has_pairs()
+        if packs and linear is not None and (linear.weight.dtype != compute or getattr(linear, "is_table", False)):
             return Matrix([linear.weight.detach()], linear.bias, compute)
         return self.head.cast_weight()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -130,6 +132,7 @@ def load_model(
     trust_remote_code: bool = False,
     allow_pickled_weights: bool = False,
     quantization: str = "none",
+    frozen: bool = False,
 ) -> nn.Module:
     """The causal language model of a folder or hub id, in the master dtype; a model that reads images as a whole. A
     folder with an adapter gives its base model with the adapter merged into it.
@@ -140,11 +143,12 @@ def load_model(
         trust_remote_code: run code that comes with the model.
         allow_pickled_weights: read pickled weights where there are no others.
         quantization: "8bit" or "4bit" (NF4) store the weights of linear layers in so many bits.
+        frozen: no weight will be trained. ``matrices`` then have the dtype of the file, for ``keep_in_compute_dtype``.
 
     Raises:
         ModelError: there is no such folder, it has no causal language model, or a tensor of the model is missing.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedModel
 
     path = _check_folder(path)
     # Reading a folder is fast; a download shows its progress.
@@ -153,22 +157,42 @@ def load_model(
         base = check_loading(path, trust_remote_code=trust_remote_code, allow_pickled_weights=allow_pickled_weights)
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
         model: Any
-        model, report = auto_class(config).from_pretrained(
-            base,
-            dtype=precision.master,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=None if allow_pickled_weights else True,
-            ignore_mismatched_sizes=True,  # check_complete refuses them, and names one
-            output_loading_info=True,
-            # Before 5.21 transformers chooses SDPA for models with soft caps, and drops the caps.
-            **({"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}),
-            **_quantization(quantization, precision, device),
-        )
+        plan: Any = mock.patch.object(PreTrainedModel, "_get_dtype_plan", _as_stored)
+        as_stored = frozen and base == path and not hasattr(config, "quantization_config")
+        with plan if as_stored and precision.compute != precision.master else contextlib.nullcontext():
+            model, report = auto_class(config).from_pretrained(
+                base,
+                dtype=precision.master,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=None if allow_pickled_weights else True,
+                ignore_mismatched_sizes=True,  # check_complete refuses them, and names one
+                output_loading_info=True,
+                # Before 5.21 transformers chooses SDPA for models with soft caps, and drops the caps.
+                **({"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}),
+                **_quantization(quantization, precision, device),
+            )
         check_complete(base, report)
         if (Path(path) / ADAPTER_FILE).exists():
             model = load_adapter(model, Path(path), allow_pickled_weights=allow_pickled_weights).merge_and_unload()
     loaded: nn.Module = model if quantization != "none" else model.to(device)
     return loaded
+
+
+def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of linear layers and embeddings, and the matrices of experts, by all of their names."""
+
+    def is_one(name: str, weight: nn.Parameter) -> bool:
+        module = model.get_submodule(name.rpartition(".")[0])
+        plain = type(module) is nn.Linear or isinstance(module, nn.Embedding)
+        return weight.ndim == 3 if hasattr(module, "is_transposed") else plain and weight.ndim == 2
+
+    return {name: one for name, one in model.named_parameters(remove_duplicate=False) if is_one(name, one)}
+
+
+def _as_stored(model: Any, _dtype: torch.dtype) -> dict[str, None]:
+    """A plan for ``from_pretrained``: ``matrices`` keep the dtype of the file. Everything else, such as tables that are
+    computed and not stored, is as in a model that is read in the master dtype."""
+    return {f"^{re.escape(name)}$": None for name in matrices(model)}
 
 
 def check_loading(

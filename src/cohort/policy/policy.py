@@ -196,6 +196,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
             trust_remote_code=config.trust_remote_code,
             allow_pickled_weights=config.allow_pickled_weights,
             quantization=config.quantization,
+            frozen=config.lora.wanted and not quantized,
         )
     elif not getattr(model, "is_quantized", False):
         model.to(device=place, dtype=precision.master)
@@ -220,9 +221,8 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
 
         def trial() -> torch.Tensor:
             with torch.random.fork_rng(), policy.training(), policy.compute():
-                logits: torch.Tensor = policy.model(
-                    input_ids=torch.arange(3, device=device)[None], use_cache=False
-                ).logits
+                ids = torch.arange(3, device=device)[None]
+                logits: torch.Tensor = policy.model(input_ids=ids, use_cache=False).logits
             return logits
 
         check_targets(model, trial)

@@ -40,7 +40,9 @@ class Product:
     ) -> None:
         self._linears = tuple(linears)
         self._dtype = dtype
-        self._casts = any(linear.weight.dtype != dtype for linear in linears)
+        self._casts = any(
+            linear.weight.dtype != dtype or getattr(linear.module, "is_table", False) for linear in linears
+        )
         self._weights: list[Tensor] = []
         self._biases: list[Tensor | None] = []
         self._packed: Tensor | None = None
