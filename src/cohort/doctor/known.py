@@ -10,11 +10,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from cohort.calls import LOGS
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import unknown_tokens
 from cohort.data.chat import ANSWER, SENTINEL, USER, render
-from cohort.doctor.cost import Memory, check_memory, optimizer_bytes
+from cohort.doctor.cost import Memory, check_memory
 from cohort.doctor.finding import Check, Finding
 from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
 from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
@@ -197,22 +199,16 @@ def memory(run: Run) -> list[Finding]:
 def memory_of(run: Run) -> Memory:
     """The pieces of the prediction."""
     parts = run.parts
-    rules = [
-        (type(rule).__name__, sum(own(p).nbytes for group in rule.param_groups for p in group["params"]))
-        for rule in parts.optimizer.rules
-    ]
-    trained: dict[str, int] = {}
-    for name, count in rules:
-        trained[name] = trained.get(name, 0) + count
-    free, state = free_bytes(parts.policy.device), optimizer_bytes(trained)
+    states = (state for rule in parts.optimizer.rules for state in rule.state.values())
+    moments = (value for state in states for value in state.values() if isinstance(value, Tensor))
+    free, state = free_bytes(parts.policy.device), sum(own(value).nbytes for value in moments)
     gradients = sum(own(parameter).nbytes for parameter in parts.optimizer.parameters)
     weights = sum(own(parameter).nbytes for parameter in parts.policy.model.parameters())
     copy = state + (gradients if has_adapters(parts.policy.model) else weights)
     on_device = parts.policy.device.type == "cpu" and free is not None and copy < free * COPY_SHARE
     return Memory(
         free=free,
-        optimizer=state,
-        gradients=gradients,
+        gradients=gradients if run.config.rollout.lag else 0,
         passes=parts.budget.predicted_bytes or 0,
         cache=_cache_bytes(run, free),
         copy=copy if on_device else 0,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cohort.errors import ConfigError, RankError
+from cohort.errors import ConfigError, RankError, out_of_memory
 from cohort.watchdog import RANKS, other_ranks, share, waiting
 
 if TYPE_CHECKING:  # workers of reward functions import this room and need no torch
@@ -235,9 +235,9 @@ class World:
             yield
             if of is not None and of.is_cuda:
                 torch.cuda.synchronize(of.device)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # of gloo or NCCL
+            if out_of_memory(error):
+                raise
             if not self.is_main:  # the console is rank 0's
                 log.error("an exchange between ranks has failed", exc_info=error)
             raise RankError(
