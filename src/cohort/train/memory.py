@@ -136,13 +136,14 @@ def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, lon
     most = MOST_TOKENS.get(kind_of(policy.device), FEWEST_TOKENS)
     if kind_of(policy.device) == "cpu":
         most = min(most, max(PLAIN_TOKENS, int(MORE_BYTES / per_token)))
-    cut = can_cut(policy.passes)
+    cut, free = can_cut(policy.passes), free_bytes(policy.device)
+    if free is not None:
+        most = min(most, max(FEWEST_TOKENS, int(free * FREE_SHARE / per_token)))
     whole = min(longest_completion, max(given or most, FEWEST_TOKENS)) if cut else longest_completion
     longest = peak_bytes(policy, longest_prompt, whole)
     # Gradients do not grow with the budget, logits to a bound.
     fixed = max(0.0, longest - per_token * (longest_prompt + whole) / 2)
     fixed += max(0, _logits_bytes(policy, given or most) - _logits_bytes(policy, whole))
-    free = free_bytes(policy.device)
     tokens = given
     if tokens is None:
         tokens = most
