@@ -18,7 +18,7 @@ LEAST, SMALL, LARGE = 512, MEBI, 10 * MEBI
 SMALL_SEGMENT, LARGE_SEGMENT, MULTIPLE = 2 * MEBI, 20 * MEBI, 2 * MEBI
 
 
-class OutOfMemory(Exception):
+class OutOfMemoryError(Exception):
     """The device has no memory for a request, also after what is free was returned to it."""
 
 
@@ -101,7 +101,7 @@ class CachingAllocator:
             self.release()
             block = self._new(pool, size)
         if block is None:
-            raise OutOfMemory(f"{size:,} bytes; {self.allocated:,} of {self.reserved:,} are in use")
+            raise OutOfMemoryError(f"{size:,} bytes; {self.allocated:,} of {self.reserved:,} are in use")
         rest = block.size - size
         if rest >= LEAST if pool is self.small or self.expandable else rest > SMALL:
             pool.add(block.cut(size))
@@ -149,10 +149,7 @@ class CachingAllocator:
         """A block of a new segment, or of new pages; None: the device has no memory for it."""
         if self.expandable:
             return self._expanded(pool, size)
-        if size > SMALL:
-            size = LARGE_SEGMENT if size < LARGE else -(-size // MULTIPLE) * MULTIPLE
-        else:
-            size = SMALL_SEGMENT
+        size = pool.page if size < LARGE else -(-size // MULTIPLE) * MULTIPLE
         if not self._reserve(size):
             return None
         return Block(next(self._segments) * self._apart, size, pool, size)

@@ -40,7 +40,7 @@ class Sized(torch.Tensor):
 
 class Recorded(LiveBytes):
     """Large tensors that are made inside the block are ``Sized``. Allocations and their ends are in ``log``: the number
-    of a storage, and its size or, at the end, None; or a text that ``mark`` has put there."""
+    of a storage, and its size or, at the end, None; or a text that ``mark`` has put there, before anything else."""
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -48,10 +48,12 @@ class Recorded(LiveBytes):
 
     def __init__(self):
         super().__init__()
-        self.log, self._numbers = [], {}
+        self.log, self.peaks, self._numbers = [], {}, {}
 
     def mark(self, text):
+        """Begin a phase. ``peaks`` has each phase's."""
         self.log.append((text, None))
+        self._phase, self.peaks[text] = text, self.now
 
     def sized(self, tensor):
         """A ``Sized`` tensor of another's shape and dtype, that is allocated now."""
@@ -119,6 +121,7 @@ class Recorded(LiveBytes):
             self._numbers[storage._cdata] = len(self.log)
             self.log.append((len(self.log), storage.nbytes()))
             super()._add(storage)
+            self.peaks[self._phase] = max(self.peaks[self._phase], self.now)
 
     def _forget(self, key):
         super()._forget(key)

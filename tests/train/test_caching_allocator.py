@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train.caching_allocator import GIBI, KIBI, MEBI, CachingAllocator, OutOfMemory
+from tests.train.caching_allocator import GIBI, KIBI, MEBI, CachingAllocator, OutOfMemoryError
 
 
 def test_small_requests_share_segments_of_2_mib():
@@ -56,7 +56,7 @@ def test_segments_that_are_free_as_a_whole_are_returned_when_memory_runs_out():
     assert (allocator.reserved, allocator.retries) == (90 * MEBI, 1)
     allocator.free("c")
     allocator.allocate("d", 20 * MEBI)  # of the 50: what is left of them is no whole segment
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         allocator.allocate("e", 40 * MEBI)
 
 
@@ -99,7 +99,7 @@ def test_free_pages_are_unmapped_when_memory_runs_out():
     assert (allocator.reserved, allocator.retries) == (102 * MEBI, 0)
     allocator.allocate("g", 60 * MEBI)  # 40 below "c" and 20 above: unmapped, and mapped after "c"
     assert (allocator.reserved, allocator.retries) == (102 * MEBI, 1)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OutOfMemoryError):
         allocator.allocate("h", 20 * MEBI)
     allocator.free("g")
     allocator.allocate("i", 35 * MEBI)

@@ -120,6 +120,19 @@ def test_checkpointing_needs_less_memory():
     assert peak_bytes(policy, 256, 256) < 0.7 * before
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_pass_without_a_backward_pass_leaves_nothing(checkpointing):
+    """As the first passes of the plan, and one that runs out of memory halfway."""
+    policy = Policy(wide_llama(), SINGLE)
+    if checkpointing:
+        enable_checkpointing(policy.model)
+    assert policy.passes.shared
+    with LiveBytes() as live:
+        peak_bytes(policy, 64, 64, forward_only=True)
+    assert live.peak > 10**5
+    assert live.now == 0
+
+
 def test_trying_changes_nothing():
     policy = Policy(tiny_llama(), SINGLE)
     state = torch.get_rng_state()
