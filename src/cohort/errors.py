@@ -23,6 +23,7 @@ TrackerError). Each class also derives from a built-in exception, so that ordina
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -113,6 +114,23 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return self.text
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"can't allocate memory"  # torch on a CPU
+    r"|(CUDA|HIP)( driver)?( error:)? out of memory|Triton Error \[\w+\]: out of memory"
+    r"|_STATUS_(INTERNAL_ERROR_\w+_)?ALLOC(ATION)?_FAILED"  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE
+    r"|Cuda failure (\d+ )?'out of memory'|Failed to CUDA calloc"  # NCCL
+)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out here, on any device: by its class or, where a library has no class for
+    it, by its message. Never an error of Cohort's own, which may quote one that cannot be met with less work."""
+    if isinstance(error, CohortError):
+        return False
+    known = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)  # torch is not imported here
+    return known or isinstance(error, MemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 def did_you_mean(word: object, words: Iterable[str], *, form: str = "{}", most: int = 1, cutoff: float = 0.6) -> str:

@@ -64,6 +64,8 @@ class GRPOTrainer:
             name, of which a row's column ``environment`` chooses one. None: ``environment.factory``.
         callbacks: objects with any of ``on_start``, ``on_rollout``, ``on_step``, ``on_evaluate``, ``on_save`` and
             ``on_end``. See ``cohort.callbacks``.
+        optimizers: an optimizer of the parameters of a loaded model, and its learning-rate schedule or None, instead of
+            those of the settings. See ``Optimizer.use``.
 
     Raises:
         CohortError: something is wrong that can be known before training. Checks run from cheap to expensive: data,
@@ -84,6 +86,8 @@ class GRPOTrainer:
         tools: Any = None,
         environment_factory: Any = None,
         callbacks: Sequence[Any] = (),
+        *,
+        optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
         self.started = time.perf_counter()
         """Start, for the summary, by the clock that never goes back. The command line sets it to its own start."""
@@ -110,11 +114,15 @@ class GRPOTrainer:
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
         self.recorded, missing = recorded(config, *given)  # the settings, with the names of what was given
+        missing |= {"optimizers": "objects in memory"} if optimizers[0] is not None else {}
         self.started_by = Start(missing=missing)
         same = {name: fact for name, fact in self._facts.items() if name not in ("machine", "threads")}
         ranks.check_same(self.world, config, {**same, "weights": self._weights})
         ranks.divide_policy(self.layout, self.policy, self.reference)
         self.optimizer = Optimizer(self.policy.model, config.optim, self.schedule.updates, self.layout)
+        if optimizers[0] is not None:
+            self.optimizer.use(*optimizers)
+        together(self.world, self.optimizer.allocate_state)  # before the free memory is measured, here and in rollouts
         sizes = config.optim.microbatch_tokens, self._longest_prompt, config.rollout.max_completion_length
         self.budget = ranks.common_budget(self.layout, lambda: find_budget(self.policy, *sizes))
 

@@ -37,7 +37,7 @@ def told(right, wrong, told, below=0, *, named=True):
 
 
 def memory(**changes):
-    return check_memory(Memory(**{"free": 100, "optimizer": 20, "gradients": 10, "passes": 40, "cache": 5} | changes))
+    return check_memory(Memory(**{"free": 100, "gradients": 10, "passes": 60, "cache": 5} | changes))
 
 
 def time(**changes):
@@ -216,9 +216,9 @@ ILL = [
     ),
     ("cut", "warn", "100% of completions are cut", lambda: check_cut(16, 16, 256, masked=False)),
     ("cut", "warn", "88% of completions are cut", lambda: check_cut(14, 16, 256, masked=False, no_signal=True)),
-    ("memory", "fail", "the run needs 130 bytes more; 100 bytes free", lambda: memory(cache=100)),
-    ("memory", "warn", "the run needs 95 bytes more", lambda: memory(passes=75)),
-    ("memory", "warn", "7 bytes on top while a checkpoint", lambda: memory(passes=65, copy=7)),
+    ("memory", "fail", "the run needs 130 bytes more; 100 bytes free", lambda: memory(cache=120)),
+    ("memory", "warn", "the run needs 95 bytes more", lambda: memory(passes=95)),
+    ("memory", "warn", "7 bytes on top while a checkpoint", lambda: memory(passes=85, copy=7)),
     ("time", "warn", "rewards take 53% of a step", lambda: time(phases={"generate": 8.0, "reward": 9.0})),
     ("time", "warn", "11 d 13 h in all", lambda: time(steps=10**5)),
     ("disk", "fail", "grows to 370 bytes; 300 bytes free (3 x 100", lambda: disk(free=300)),
@@ -256,8 +256,8 @@ def test_the_signal_by_hand():
 
 
 def test_costs_by_hand():
-    assert memory()[0].numbers["needed"] == 20 + 40  # the pass is larger than gradients and cache
-    assert memory(cache=35)[0].numbers["needed"] == 20 + 45
+    assert memory()[0].numbers["needed"] == 60  # the pass is larger than gradients and cache
+    assert memory(cache=55)[0].numbers["needed"] == 10 + 55
     numbers = time()[0].numbers
     assert (numbers["step"], numbers["run"]) == (10.0, 600.0 + 60.0 + 3.0)
     assert time(lag=1)[0].numbers["step"] == 7.0  # sampling and scoring hide the update

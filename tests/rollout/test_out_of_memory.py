@@ -12,7 +12,10 @@ WORK = ("begin", "prefill", "add_rows", "step", "extend", "resume", "park", "rem
 """The methods of a backend that may allocate."""
 
 
-def run_out(monkeypatch, engine, *at):
+OUT = torch.OutOfMemoryError("CUDA out of memory")
+
+
+def run_out(monkeypatch, engine, *at, error=OUT):
     """Memory runs out in some of the backend's calls, counted over all methods."""
     calls = []
     monkeypatch.setattr(local, "release_memory", lambda: None)  # the garbage collector takes longer than the test
@@ -23,7 +26,7 @@ def run_out(monkeypatch, engine, *at):
         def call(*arguments):
             calls.append(method)
             if len(calls) in at:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise error
             return real(*arguments)
 
         return call
@@ -60,7 +63,8 @@ def test_trajectories_of_several_turns_are_the_same_wherever_memory_runs_out(bac
         assert engine.max_batch_size < 8
 
 
-def test_nothing_is_drawn_or_reported_twice(monkeypatch):
+@pytest.mark.parametrize("error", [OUT, torch.AcceleratorError("CUDA error: out of memory")])
+def test_nothing_is_drawn_or_reported_twice(error, monkeypatch):
     """Log-probs, supports and what is watched are those of an undisturbed run; the run says what it changed."""
     engine, seen = engine_of("lean", max_batch_size=12), []
     watch = Watch(
@@ -71,7 +75,7 @@ def test_nothing_is_drawn_or_reported_twice(monkeypatch):
     expected = engine.generate(PROMPTS, 4, sampling, RNGKey(0, 0), watch)
     undisturbed, engine = sorted(seen, key=str), engine_of("lean", max_batch_size=12)
     seen.clear()
-    run_out(monkeypatch, engine, 9)
+    run_out(monkeypatch, engine, 9, error=error)
     with pytest.warns(UserWarning, match="going on with 6 completions at a time.*rollout.max_batch_size"):
         groups = engine.generate(PROMPTS, 4, sampling, RNGKey(0, 0), watch)
     assert sorted(seen, key=str) == undisturbed

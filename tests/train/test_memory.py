@@ -1,21 +1,28 @@
 """The token budget: the memory of a pass, the budget that fits, and recovery when memory runs out."""
 
 import importlib
+import os
+import platform
+import sys
 
 import pytest
 import torch
+from torch.distributed import DistBackendError
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from cohort.errors import ModelError, StepError
+from cohort.errors import ModelError, RankError, StepError, Stopped, out_of_memory
 from cohort.objective import PRESETS
+from cohort.parallel import World
 from cohort.policy import Policy, Precision, attention, enable_checkpointing, pieces
-from cohort.policy.device import out_of_memory
+from cohort.policy.device import keep_freed_memory
+from cohort.rollout import LocalEngine
 from cohort.runs import checkpoints, saving
-from cohort.train import TokenBudget, UpdateResult, find_budget, update
-from cohort.train.memory import LiveBytes, peak_bytes
+from cohort.runs.tensors import read_tensors
+from cohort.train import Optimizer, TokenBudget, UpdateResult, find_budget, update
+from cohort.train.memory import LiveBytes, memory_metrics, peak_bytes
 from tests.conftest import tiny_llama
 from tests.families.configs import small_model
-from tests.train.harness import checkpoints_of, make_trainer, metrics_of
+from tests.train.harness import ROWS, checkpoints_of, make_trainer, metrics_of, same_parameters
 from tests.train.updates import DOUBLE, all_sequences, batch_for, context_for, gradient
 
 PAPER = PRESETS["grpo"]
@@ -113,6 +120,19 @@ def test_checkpointing_needs_less_memory():
     assert peak_bytes(policy, 256, 256) < 0.7 * before
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_pass_without_a_backward_pass_leaves_nothing(checkpointing):
+    """As the first passes of the plan, and one that runs out of memory halfway."""
+    policy = Policy(wide_llama(), SINGLE)
+    if checkpointing:
+        enable_checkpointing(policy.model)
+    assert policy.passes.shared
+    with LiveBytes() as live:
+        peak_bytes(policy, 64, 64, forward_only=True)
+    assert live.peak > 10**5
+    assert live.now == 0
+
+
 def test_trying_changes_nothing():
     policy = Policy(tiny_llama(), SINGLE)
     state = torch.get_rng_state()
@@ -158,6 +178,93 @@ def test_more_than_1024_tokens_on_a_cpu_must_be_cheap(monkeypatch):
         assert find_budget(policy, None, 16, 16).tokens == expected
 
 
+class Counters:
+    """The counters of CUDA's allocator, for tensors of a CPU: what is alive, ``workspace`` bytes that the first pass
+    allocates and a library keeps, and ``inside`` bytes that kernels of each pass allocate and free themselves."""
+
+    def __init__(self, monkeypatch, workspace=0, inside=0):
+        self.live, self.workspace, self.inside = LiveBytes(), workspace, inside
+        self.passes, self.base, self.highest = 0, 10**9, 2 * 10**9
+        for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def memory_allocated(self, device):
+        assert device == OnCUDA.device
+        return self.base + self.live.now
+
+    def max_memory_allocated(self, device):
+        of_pass = self.inside + self.workspace * (self.passes == 1)
+        return max(self.highest, self.base + self.live.peak + of_pass)
+
+    def reset_peak_memory_stats(self, device):
+        self.base += self.workspace * (self.passes == 1)
+        self.passes, self.highest, self.live.peak = self.passes + 1, 0, self.live.now
+
+
+class OnCUDA:
+    """A policy whose tensors seem to be on CUDA."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
+
+
+def test_on_cuda_the_counters_of_the_allocator_are_read(monkeypatch):
+    """With what kernels allocate themselves, and without what the first pass allocates for all."""
+    policy = Policy(wide_llama(), SINGLE)
+    expected, predicted = peak_bytes(policy, 64, 64), find_budget(policy, 512, 16, 16).predicted_bytes
+    counters = Counters(monkeypatch, workspace=10**7, inside=1000)
+    monkeypatch.setattr(memory, "EARLIER_PEAKS", {})
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40)
+    with counters.live:
+        assert find_budget(OnCUDA(policy), 512, 16, 16).predicted_bytes == pytest.approx(predicted + 1000, abs=1)
+        assert peak_bytes(OnCUDA(policy), 64, 64) == expected + 1000
+    # The peak of the run is not forgotten when the counter is set back.
+    assert counters.max_memory_allocated(OnCUDA.device) < 2 * 10**9
+    assert memory_metrics(OnCUDA.device)["memory/device_peak_mib"] == 2 * 10**9 / 2**20
+    counters.base = 3 * 10**9
+    assert memory_metrics(OnCUDA.device)["memory/device_peak_mib"] > 3 * 10**9 / 2**20
+
+
+def test_free_on_cuda_is_what_the_driver_and_the_allocator_have(monkeypatch):
+    for name, answer in (("mem_get_info", (500, 9000)), ("memory_reserved", 300), ("memory_allocated", 120)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    assert memory.free_bytes(OnCUDA.device) == 500 + 180
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_expandable_segments_unless_something_else_is_set(newest, monkeypatch):
+    """By the function of the installed torch; in the process alone, not in the environment of a vLLM server."""
+    given = []
+    name = "_accelerator_setAllocatorSettings"
+    monkeypatch.setattr(torch._C, name, given.append if newest else None, raising=False)
+    if not newest:
+        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", given.append)
+    monkeypatch.setattr(platform, "release", lambda: "6.1.0-amd64")
+    monkeypatch.setattr(sys, "platform", "linux")
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    before = dict(os.environ)
+    keep_freed_memory(OnCUDA.device)
+    assert given == ["expandable_segments:True"]
+    assert dict(os.environ) == before
+    keep_freed_memory(torch.device("cpu"))
+    for patch in (
+        lambda patch: patch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128"),
+        lambda patch: patch.setenv("PYTORCH_CUDA_ALLOC_CONF", ""),
+        lambda patch: patch.setattr(platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2"),
+        lambda patch: patch.setattr(sys, "platform", "win32"),
+    ):
+        with monkeypatch.context() as context:
+            patch(context)
+            keep_freed_memory(OnCUDA.device)
+    assert len(given) == 1
+
+
 def test_a_pass_that_never_fits_is_refused_before_the_run(monkeypatch):
     out_once(monkeypatch, memory, "peak_bytes", 3)
     with pytest.raises(ModelError, match=r"one prompt and completion, 40 tokens: set model\.gradient_checkpointing"):
@@ -174,11 +281,60 @@ def test_the_budget_halves_until_single_tokens():
         budget.halve()
 
 
-def test_which_errors_mean_that_memory_ran_out():
-    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert out_of_memory(MemoryError())
-    assert out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert not out_of_memory(RuntimeError("shapes do not match"))
+NCCL = "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version "
+OUT = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB"),
+    RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
+    MemoryError(),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN Frontend error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`. "),
+    RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    DistBackendError(
+        f"{NCCL}2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 'out of memory'"
+    ),
+    DistBackendError(f"{NCCL}2.20.5\nLast error:\nCuda failure 2 'out of memory'"),
+    DistBackendError(f"{NCCL}2.18.1\nLast error:\nFailed to CUDA calloc async 24 bytes"),
+]
+NOT_OUT = [
+    RuntimeError("shapes do not match"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("the judge answered: I ran out of memory of our conversation"),
+    OSError(12, "Cannot allocate memory"),
+    DistBackendError(f"{NCCL}2.28.9\nLast error:\nCuda failure 'invalid argument'"),
+    DistBackendError("ncclSystemError: System call (e.g. socket, malloc) or external library call failed"),
+    RankError("rank 1 of 2: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    StepError("CUDA error: out of memory"),
+]
+"""As torch and its libraries write them."""
+
+
+@pytest.mark.parametrize("error", OUT)
+def test_memory_ran_out(error):
+    assert out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", NOT_OUT)
+def test_memory_did_not_run_out(error):
+    assert not out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(OUT[-3], DistBackendError), (NOT_OUT[-4], RankError), (NOT_OUT[0], RankError)]
+)
+def test_an_exchange_tells_memory_that_ran_out_from_a_lost_rank(error, expected):
+    with pytest.raises(expected), World(rank=0, size=2)._exchange(meet=lambda: None):
+        raise error
 
 
 def fail_once(monkeypatch, error):
@@ -231,7 +387,6 @@ PLACES = {
     "old log-probs of the second step": ("logps", "token_logps", 2),
     "norms of the terms": ("term_norms", "forward_passes", 1),
     "backward": (torch.Tensor, "backward", 2),
-    "the optimizer's state": (torch.optim.AdamW, "_init_group", 2),
     "statistics, beside the step": ("update", "token_statistics", 2),
     "how far the step moved": ("metrics", "token_logps", 1),
 }
@@ -257,6 +412,59 @@ def test_a_run_goes_on_with_smaller_passes(demo_tokenizer, tmp_path, monkeypatch
         assert one["updates"] == other["updates"] == 2
 
 
+def test_no_gradient_lives_while_completions_are_sampled(demo_tokenizer, tmp_path, monkeypatch):
+    """And the state of the optimizer is there before the first are, and before free memory is measured."""
+    seen, real = [], LocalEngine.generate
+
+    def generate(self, *arguments, **settings):
+        gradients = [p.grad for p in (*self.policy.model.parameters(), *trainer.optimizer.parameters)]
+        states = [len(rule.state) for rule in trainer.optimizer.rules]
+        seen.append((sum(states), all(gradient is None for gradient in gradients)))
+        return real(self, *arguments, **settings)
+
+    def measured(*arguments):
+        order.append("find_budget")
+        return find_budget(*arguments)
+
+    def allocated(self):
+        order.append("allocate_state")
+        return allocate(self)
+
+    order, allocate = [], Optimizer.allocate_state
+    monkeypatch.setattr("cohort.trainer.find_budget", measured)
+    monkeypatch.setattr(Optimizer, "allocate_state", allocated)
+    monkeypatch.setattr(LocalEngine, "generate", generate)
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, num_iterations=2, eval_rows=ROWS[:2])
+    assert order == ["allocate_state", "find_budget"]
+    trainer.train()
+    assert trainer.policy.version == 6
+    assert seen == [(len(trainer.optimizer.parameters), True)] * 5  # three steps and two evaluations
+
+
+def test_the_first_checkpoint_has_no_state_and_none_is_needed(demo_tokenizer, tmp_path):
+    """A run that is stopped before its first update writes as little as if no state were allocated."""
+
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, max_steps=2)
+
+    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "run")
+    straight.train()
+    stopped.stop()
+    with pytest.raises(Stopped):
+        stopped.train()
+    state = tmp_path / "run" / "checkpoints" / "step-0" / "state" / "optimizer.safetensors"
+    assert read_tensors(state) == {}
+    resumed = make(tmp_path / "run")
+    resumed.train(resume=True)
+    assert same_parameters(straight, resumed)
+
+
+def test_no_memory_for_the_optimizer_s_state_is_known_at_once(demo_tokenizer, tmp_path, monkeypatch):
+    out_once(monkeypatch, torch.optim.AdamW, "_init_group")
+    with pytest.raises(ModelError, match="out of memory for the state of AdamW"):
+        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1)
+
+
 def test_a_checkpoint_without_memory_for_it_is_written_later(demo_tokenizer, tmp_path, monkeypatch, caplog):
     """Memory runs out for the copy of the first one, and while the second one is written."""
     out_once(monkeypatch, saving, "copied")
@@ -270,7 +478,7 @@ def test_a_checkpoint_without_memory_for_it_is_written_later(demo_tokenizer, tmp
 def test_memory_that_runs_out_in_the_optimizers_step_ends_the_run(demo_tokenizer, tmp_path, monkeypatch):
     """Some weights may be stepped: the update is not repeated, and nothing is written of them."""
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, save_steps=1)
-    out_once(monkeypatch, torch.optim.AdamW, "_init_group", 2 * 3 + 2)  # two groups; the state, two steps, half a step
+    out_once(monkeypatch, torch.optim.AdamW, "_init_group", 2 * 2 + 2)  # two groups; two steps, half a step
     with pytest.raises(StepError, match=r"optimizer's step.*cannot be repeated"):
         trainer.train()
     assert len(metrics_of(tmp_path / "run")) == 2

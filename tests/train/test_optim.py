@@ -5,6 +5,7 @@ import inspect
 import json
 import sys
 from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -190,34 +191,45 @@ def test_every_optimizer_learns_and_goes_on_from_its_state(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "muon"])
-def test_a_state_allocated_ahead_is_that_of_the_first_step(name, monkeypatch):
-    """Bit for bit; also after an attempt for which memory ran out, which leaves nothing."""
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_state_allocated_ahead_is_that_of_the_first_step(name, resumed, monkeypatch):
+    """Bit for bit; also if a checkpoint is loaded over it from before that step, which does not hold it."""
     expected, lazy, _ = tiny_trained(name)
-    init, attempts = Optimizer.__init__, []
+    init, saved = Optimizer.__init__, []
 
     def allocated(self, *arguments, **settings):
         init(self, *arguments, **settings)
-        rule, step = self.rules[-1], self.rules[-1].step
-
-        def failing():
-            step()
-            raise MemoryError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(rule, "step", failing)
-            with pytest.raises(MemoryError):
-                self.allocate_state()
-        attempts.append(len(rule.state))
         self.allocate_state()
+        for _ in range(resumed):
+            saved.append(self.state_dict())
+            for state in self.rules[0].state.values():  # nothing of the state before is left
+                state.update({key: value + 1 for key, value in state.items() if isinstance(value, torch.Tensor)})
+            self.load_state_dict(saved[-1])
+        held = sum(len(rule.state) for rule in self.rules)
+        assert held == len(self.parameters)
+        saved.append(self.state_dict())
 
     monkeypatch.setattr(Optimizer, "__init__", allocated)
     module, optimizer, _ = tiny_trained(name)
-    assert attempts == [0]
+    assert all(one["tensors"] == one["numbers"]["states"] == {} for one in saved)
     for one, other in zip(expected.parameters(), module.parameters(), strict=True):
         assert torch.equal(one, other)
     states, others = optimizer.state_dict(), lazy.state_dict()
     assert states["numbers"] == others["numbers"]
     assert all(torch.equal(value, others["tensors"][key]) for key, value in states["tensors"].items())
+
+
+@pytest.mark.parametrize("free", [1, None])
+def test_no_memory_for_the_state(free, monkeypatch):
+    """Known before it is allocated, or noticed then."""
+    monkeypatch.setattr("cohort.train.optim.free_bytes", lambda device: free)
+    optimizer = Optimizer(tiny_llama(), OptimConfig(), 1)
+    step = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(optimizer.rules[0], "step", step)
+    with pytest.raises(ModelError, match=r"for the state of AdamW: set optim\.optimizer to 'adamw_8bit'"):
+        optimizer.allocate_state()
+    assert step.called == (free is None)
+    assert all(parameter.grad is None for parameter in optimizer.parameters)
 
 
 def test_weights_that_are_not_finite_are_named():

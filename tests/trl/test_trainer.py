@@ -4,6 +4,7 @@ import gc
 import json
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -399,11 +400,13 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_pat
     with pytest.raises(ConfigError, match="the model has adapters"):
         GRPOTrainer(model, with_state, trainer.args, ROWS, processing_class=demo_tokenizer, peft_config=lora())
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.5)
+    optimizer = torch.optim.SGD(trained, lr=0.5, momentum=0.5)
     args = GRPOConfig(str(tmp_path / "sgd"), **SETTINGS | {"max_steps": 2, "lr_scheduler_type": "constant"})
     before = [one.detach().clone() for one in trained]
     options = {"processing_class": demo_tokenizer, "optimizers": (optimizer, None)}
-    ready = GRPOTrainer(model, with_state, args, ROWS, **options)
+    with mock.patch("torch.optim.AdamW.step", side_effect=AssertionError):  # its state may not fit into memory
+        ready = GRPOTrainer(model, with_state, args, ROWS, **options)
+    assert len(optimizer.state) == len(trained)  # before the first rollout
     ready.train()
     assert ready.optimizer is optimizer
     assert ready.state.log_history[0]["train_loss"] is not None

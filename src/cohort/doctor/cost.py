@@ -1,7 +1,7 @@
 """What a run will cost: memory, time and disk, predicted from measured pieces. Every number is an estimate.
 
-memory  free now, against what the run adds: the optimizer's state and the larger of two peaks, the longest pass of the
-        update (tried before the run, gradients included) and the keys and values of a full rollout beside the gradients
+memory  free now, with the optimizer's state allocated, against the larger of two peaks: the longest pass of the update
+        (tried before the run, gradients included), and the keys and values of a full rollout
 time    phases of a step measured on the first prompts, times the steps; evaluations by their completions; checkpoints
 disk    bytes of the tensors that a checkpoint stores, times the checkpoints that are kept; completions as measured
 """
@@ -25,31 +25,30 @@ class Memory:
     """Bytes on the device that trains."""
 
     free: int | None
-    """Free now, with the model loaded; None: unknown."""
-    optimizer: int
-    """State of the optimizer, which its first step makes."""
-    gradients: int
+    """Free now, with the model and the optimizer's state in memory; None: unknown."""
     passes: int
     """The largest pass of the update, with the gradients."""
     cache: int
     """Keys and values of a full rollout at the maximum length."""
+    gradients: int = 0
+    """Gradients beside a rollout, with ``rollout.lag``."""
     copy: int = 0
     """The copy from which a checkpoint is written in the background, if it is on this device and fits."""
 
     @property
     def needed(self) -> int:
         """What the run adds to what is used now, at its peak, without the copy of a checkpoint."""
-        return self.optimizer + max(self.passes, self.gradients + self.cache)
+        return max(self.passes, self.gradients + self.cache)
 
 
 def check_memory(memory: Memory) -> list[Finding]:
     """The predicted peak against the free memory."""
     needed = memory.needed
-    numbers = {"needed": needed, "free": memory.free, "optimizer": memory.optimizer, "copy": memory.copy}
+    numbers = {"needed": needed, "free": memory.free, "copy": memory.copy}
     check = Check("memory", numbers)
     parts = (
-        f"optimizer {size(memory.optimizer)}, the longest update pass with gradients {size(memory.passes)}, "
-        f"keys and values of a rollout {size(memory.cache)}"
+        f"the longest update pass with gradients {size(memory.passes)}, keys and values of a rollout "
+        f"{size(memory.cache)}"
     )
     if memory.copy:
         parts += f"; {size(memory.copy)} on top while a checkpoint is written"
@@ -195,17 +194,3 @@ def rounds_expected(live_share: float, most: int) -> float:
     (4.0, 10.0)
     """
     return float(min(most, 1 / live_share)) if live_share > 0 else float(most)
-
-
-STATE_SHARE = {"AdamW": 2.0, "AdamW8bit": 0.5, "Muon": 1.0, "Adafactor": 0.0}
-"""Bytes of an optimizer's state over those of what it trains, by the class of the optimizer; of Adafactor, a row and a
-column per matrix."""
-
-
-def optimizer_bytes(trained: Mapping[str, int]) -> int:
-    """Bytes of the state of optimizers, from the bytes that each trains, by the class of the optimizer.
-
-    >>> optimizer_bytes({"Muon": 400, "AdamW": 40})
-    480
-    """
-    return int(sum(STATE_SHARE.get(name, 2.0) * count for name, count in trained.items()))

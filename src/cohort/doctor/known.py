@@ -16,7 +16,7 @@ from cohort.calls import LOGS
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import unknown_tokens
 from cohort.data.chat import ANSWER, SENTINEL, USER, render
-from cohort.doctor.cost import Memory, check_memory, optimizer_bytes
+from cohort.doctor.cost import Memory, check_memory
 from cohort.doctor.finding import Check, Finding
 from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
 from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
@@ -203,21 +203,15 @@ def memory_of(run: Run) -> Memory:
     def nbytes(tensors: Iterable[Tensor]) -> int:
         return sum(own(tensor).nbytes for tensor in tensors if own(tensor).device.type == where)  # not offloaded
 
-    rules = [
-        (type(rule).__name__, nbytes(p for group in rule.param_groups for p in group["params"]))
-        for rule in parts.optimizer.rules
-    ]
-    trained: dict[str, int] = {}
-    for name, count in rules:
-        trained[name] = trained.get(name, 0) + count
-    free, state = free_bytes(parts.policy.device), optimizer_bytes(trained)
+    states = (state for rule in parts.optimizer.rules for state in rule.state.values())
+    state = nbytes(value for each in states for value in each.values() if isinstance(value, Tensor))
+    free = free_bytes(parts.policy.device)
     gradients, weights = nbytes(parts.optimizer.parameters), nbytes(parts.policy.model.parameters())
     copy = state + (gradients if has_adapters(parts.policy.model) else weights)
     on_device = where == "cpu" and free is not None and copy < free * COPY_SHARE
     return Memory(
         free=free,
-        optimizer=state,
-        gradients=gradients,
+        gradients=gradients if run.config.rollout.lag else 0,
         passes=parts.budget.predicted_bytes or 0,
         cache=_cache_bytes(run, free),
         copy=copy if on_device else 0,

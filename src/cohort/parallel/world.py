@@ -22,7 +22,7 @@ from datetime import timedelta
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cohort.errors import ConfigError, RankError
+from cohort.errors import ConfigError, RankError, out_of_memory
 from cohort.watchdog import RANKS, other_ranks, share, waiting
 
 if TYPE_CHECKING:  # workers of reward functions import this room and need no torch
@@ -249,7 +249,6 @@ class World:
     def _exchange(self, meet: Callable[[], None] | None = None) -> Iterator[None]:
         """Wait for the other ranks, by ``meet`` or a barrier, then run the block, which exchanges something; count the
         seconds of both."""
-        import torch
         import torch.distributed as dist
 
         start = time.perf_counter()
@@ -258,9 +257,9 @@ class World:
                 meet() if meet else dist.barrier(group=self.control)
             met = time.perf_counter()
             yield
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:  # of gloo or NCCL
+            if out_of_memory(error):
+                raise
             if not self.is_main:  # the console is rank 0's
                 log.error("an exchange between ranks has failed", exc_info=error)
             raise RankError(

@@ -1,4 +1,4 @@
-"""The kind of device that code is chosen for, and what devices do: run out of memory, round differently.
+"""The kind of device that code is chosen for, and what devices do: keep memory, round differently.
 
 Every choice between code for CUDA and code for other devices asks ``kind_of``, so that tests run CUDA's choices on
 tensors of a CPU.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-
-from cohort.errors import RankError
 
 _FORCED: list[str] = []
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -31,22 +31,25 @@ def kind_of(device: torch.device) -> str:
     return _FORCED[-1] if _FORCED else device.type
 
 
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error of any device means that memory ran out."""
-    if isinstance(error, RankError):  # it may quote the error of a pass that cannot be repeated
-        return False
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU, let glibc keep up to ``KEPT_BYTES`` that are freed. By default it returns the memory of each pass to
-    the system and gets it back page by page in the next pass, 6% of an update of a small model. Blocks of at least
-    ``OWN_BYTES`` are returned at once, as they are by default. Other C libraries are left alone."""
-    if device.type != "cpu" or sys.platform != "linux":
+    """On Linux, let a device keep freed memory in a form that serves the next pass.
+
+    On a CPU, glibc keeps up to ``KEPT_BYTES``. By default it returns the memory of each pass to the system and gets it
+    back page by page in the next pass, 6% of an update of a small model. Blocks of at least ``OWN_BYTES`` are returned
+    at once, as they are by default. Other C libraries are left alone.
+
+    On CUDA, torch's allocator keeps pages of one growing range instead of blocks of past sizes: what an update has
+    freed holds the keys and values of the next rollout. Not where an environment variable has set the allocator up, and
+    not under WSL, whose driver fails with it. It is set for this process alone: a vLLM server cannot sleep with it."""
+    if sys.platform != "linux":
         return
-    if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
+    if device.type == "cpu" and (set_option := getattr(ctypes.CDLL(None), "mallopt", None)):
         set_option(M_MMAP_THRESHOLD, OWN_BYTES)
         set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
+    given = any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_", "HIP_"))
+    if device.type == "cuda" and not given and "microsoft" not in platform.release().lower():
+        newest: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # of which torch's other one warns
+        (newest or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def release_memory() -> None:

@@ -183,7 +183,11 @@ class SharedPasses:
         result = None
         if ids:
             layout = Layout(list(map(len, ids)), self.model.device)
-            hidden = self._run(torch.cat(ids), PackedPass(layout, self.native, read=keys_values))
+            packed = PackedPass(layout, self.native, read=keys_values)
+            hidden = self._run(torch.cat(ids), packed)
+            # Checkpointed layers hold the pass until their backward pass. It must not hold what they have computed:
+            # without a backward pass, both would stay in memory.
+            packed.read = dict.fromkeys(keys_values, ())
             if is_gathered(self.model.model) and not self.body.returns_keys:
                 result = hidden.states
         return Prefixes(prompt_ids, keys_values, attached=attached or not torch.is_grad_enabled(), result=result)

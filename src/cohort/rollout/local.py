@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any, ClassVar
 
-from cohort.errors import ConfigError, ModelError
+from cohort.errors import ConfigError, ModelError, out_of_memory
 from cohort.policy import Policy, context_length, placeholder_ids
-from cohort.policy.device import out_of_memory, release_memory
+from cohort.policy.device import release_memory
 from cohort.rollout.backend import Backend
 from cohort.rollout.budget import plan
 from cohort.rollout.checks import check_finished, check_requests, describe_policy

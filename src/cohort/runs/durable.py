@@ -18,8 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from cohort.errors import DiskError, RunFolderError
-from cohort.policy.device import out_of_memory
+from cohort.errors import DiskError, RunFolderError, out_of_memory
 from cohort.runs.lines import FileRecord, Threads, write_file
 
 log = logging.getLogger("cohort.runs")

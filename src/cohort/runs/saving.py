@@ -10,9 +10,8 @@ from typing import TypeAlias
 
 import torch
 
-from cohort.errors import DiskError
+from cohort.errors import DiskError, out_of_memory
 from cohort.parallel import World, on_main, together
-from cohort.policy.device import out_of_memory
 from cohort.rollout.budget import free_bytes
 from cohort.runs.checkpoints import Content, copied, num_copied_bytes, write_content
 from cohort.runs.durable import replaced, sync_path

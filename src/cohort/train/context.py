@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
+from cohort.errors import out_of_memory
 from cohort.objective import Objective
 from cohort.parallel import Layout, World
 from cohort.policy import Policy
-from cohort.policy.device import out_of_memory
 from cohort.rollout import Sampling
 from cohort.train.clock import PhaseClock
 from cohort.train.memory import TokenBudget

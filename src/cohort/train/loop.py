@@ -111,6 +111,7 @@ def run(
                     nonfinite.skipped(outcome.message, batch, minibatch, step + 1, parts.nonfinite_in_a_row)
                     continue
                 adaptive.after_update(objective, outcome)
+        parts.optimizer.zero_grad()  # their memory is for the next rollout's keys and values
 
         with clock("measure"):
             moved = context.within_memory(policy_movement, batch, updates.results, config.report.update_kl_completions)

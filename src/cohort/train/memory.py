@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohort.errors import ModelError
+from cohort.errors import ModelError, out_of_memory
 from cohort.policy import PackedRows, Policy, context_length
-from cohort.policy.device import kind_of, out_of_memory, release_memory
+from cohort.policy.device import kind_of, release_memory
 from cohort.policy.pieces import can_cut, memory_of_token
 from cohort.rollout.budget import free_bytes
 
@@ -35,13 +35,21 @@ MEBI = 2**20
 SMALLER = "set model.gradient_checkpointing, lower rollout.max_completion_length, or use a smaller model"
 
 
+EARLIER_PEAKS: dict[torch.device, int] = {}
+"""Peaks of CUDA's allocator from before its counter was set back, in bytes."""
+
+
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """Peak memory so far, in MiB: of this process and, on a GPU, of its tensors there."""
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     metrics = {"memory/peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MEBI}
     if device.type == "cuda":
-        metrics["memory/device_peak_mib"] = torch.cuda.max_memory_allocated(device) / MEBI
+        metrics["memory/device_peak_mib"] = _peak_so_far(device) / MEBI
     return metrics
+
+
+def _peak_so_far(device: torch.device) -> int:
+    return max(torch.cuda.max_memory_allocated(device), EARLIER_PEAKS.get(device, 0))
 
 
 @dataclass(slots=True)
@@ -121,18 +129,21 @@ def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_
 def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, longest_completion: int) -> TokenBudget:
     context = context_length(policy.model.config) or 2 * max(PROBED_TOKENS)
     small, large = (min(size, context * size // (2 * max(PROBED_TOKENS))) for size in PROBED_TOKENS)
+    if policy.device.type == "cuda":  # the first pass allocates what libraries work in, and they keep it
+        peak_bytes(policy, small, small, forward_only=True)
     few, many = (peak_bytes(policy, size, size, forward_only=True) for size in (small, large))
     per_token = max(1.0, (many - few) / (large - small))
     most = MOST_TOKENS.get(kind_of(policy.device), FEWEST_TOKENS)
     if kind_of(policy.device) == "cpu":
         most = min(most, max(PLAIN_TOKENS, int(MORE_BYTES / per_token)))
-    cut = can_cut(policy.passes)
+    cut, free = can_cut(policy.passes), free_bytes(policy.device)
+    if free is not None:
+        most = min(most, max(FEWEST_TOKENS, int(free * FREE_SHARE / per_token)))
     whole = min(longest_completion, max(given or most, FEWEST_TOKENS)) if cut else longest_completion
     longest = peak_bytes(policy, longest_prompt, whole)
     # Gradients do not grow with the budget, logits to a bound.
     fixed = max(0.0, longest - per_token * (longest_prompt + whole) / 2)
     fixed += max(0, _logits_bytes(policy, given or most) - _logits_bytes(policy, whole))
-    free = free_bytes(policy.device)
     tokens = given
     if tokens is None:
         tokens = most
@@ -176,9 +187,11 @@ def peak_bytes(
     most_tokens: int | None = None,
 ) -> int:
     """Peak bytes of live tensors in a forward and backward pass over one prompt and one completion, with the gradients
-    of the parameters; ``forward_only``: up to the last hidden states. ``most_tokens``: see ``Policy.states``."""
+    of the parameters; ``forward_only``: up to the last hidden states. ``most_tokens``: see ``Policy.states``. On CUDA
+    with what kernels allocate and free themselves."""
     token, context = 0, context_length(policy.model.config)
-    live, passes = LiveBytes(), policy.passes  # choosing the passes must not be counted
+    passes = policy.passes  # choosing them must not be counted
+    live = AllocatedBytes(policy.device) if policy.device.type == "cuda" else LiveBytes()
     # Shared passes read a prompt without its last token. Some models have no positions beyond the context.
     fits = context is None or prompt_length + 1 + completion_length <= context
     prompt = (token,) * max(1, prompt_length + fits)
@@ -194,6 +207,22 @@ def peak_bytes(
     for parameter in policy.model.parameters():
         parameter.grad = None
     return live.peak
+
+
+class AllocatedBytes:
+    """``LiveBytes`` by the counters of CUDA's allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.peak = 0
+
+    def __enter__(self) -> None:
+        EARLIER_PEAKS[self._device] = _peak_so_far(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
 class LiveBytes(TorchDispatchMode):

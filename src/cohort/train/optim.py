@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from cohort.config import OptimConfig
-from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError
+from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError, out_of_memory
 from cohort.parallel import Layout
 from cohort.policy.finite import check_finite_weights
-from cohort.runs.tensors import fill
+from cohort.rollout.budget import free_bytes
+from cohort.runs.tensors import fill, own
 from cohort.train.guard import GO_ON
+
+STATE_SHARE = {"AdamW": 2.0, "AdamW8bit": 0.5, "Muon": 1.0}
+"""Bytes of an optimizer's state over those of what it trains, by the class of the optimizer."""
 
 
 class Optimizer:
@@ -53,6 +57,8 @@ class Optimizer:
 
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(rule, from_one) for rule in self.rules]
         self._factor = from_one
+        self._unstepped: set[nn.Parameter] = set()
+        """The parameters whose state is as ``allocate_state`` has made it: a checkpoint does not hold it."""
 
     def use(self, rule: torch.optim.Optimizer, schedule: Any = None) -> None:
         """Step with a ready optimizer in place of the one of the settings. Before the first step.
@@ -94,14 +100,17 @@ class Optimizer:
         halfway. A gradient and a learning rate of 0 change nothing; steps are counted from 0 again afterwards.
 
         Raises:
-            Exception: memory ran out. The states are as before.
+            ModelError: memory ran out.
         """
         for rule in self.rules:
             new = [p for group in rule.param_groups for p in group["params"] if p not in rule.state]
             if not new:
                 continue
             rates = [group["lr"] for group in rule.param_groups]
+            needed = STATE_SHARE.get(type(rule).__name__, 0.0) * sum(own(parameter).nbytes for parameter in new)
             try:
+                if needed > (free_bytes(new[0].device) or math.inf):  # a CPU's system would kill the process
+                    raise MemoryError
                 for group in rule.param_groups:
                     group["lr"] = 0.0
                 for parameter in new:
@@ -109,10 +118,14 @@ class Optimizer:
                 rule.step()
                 for state in (rule.state[parameter] for parameter in new):
                     state.update({key: 0 * count for key, count in state.items() if key == "step"})
-            except BaseException:
-                for parameter in new:
-                    rule.state.pop(parameter, None)
-                raise
+                self._unstepped.update(new)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                raise ModelError(
+                    f"out of memory for the state of {type(rule).__name__}: set optim.optimizer to 'adamw_8bit', train "
+                    "adapters (model.lora.rank), or use a smaller model"
+                ) from error
             finally:
                 for group, rate in zip(rule.param_groups, rates, strict=True):
                     group["lr"] = rate
@@ -141,6 +154,7 @@ class Optimizer:
         for rule, schedule in zip(self.rules, self.schedules, strict=True):
             rule.step()
             schedule.step()
+        self._unstepped.clear()
         return float(grad_norm)
 
     def check_weights(self) -> None:
@@ -167,6 +181,7 @@ class Optimizer:
             for parameter, name in self.names.items()
             for rule in self.rules
             for key, value in rule.state.get(parameter, {}).items()
+            if parameter not in self._unstepped
         }
         tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
         numbers = {name: value for name, value in states.items() if name not in tensors}
@@ -180,7 +195,10 @@ class Optimizer:
 
         Raises:
             RunFolderError: the state is of a parameter that is not trained.
+            ModelError: memory ran out.
         """
+        for rule in self.rules:
+            rule.state.clear()  # there may be no memory for both
         parameters = {name: parameter for parameter, name in self.names.items()}
         found: dict[nn.Parameter, dict[str, Any]] = {}
         for path, value in {**state["tensors"], **state["numbers"]["states"]}.items():
@@ -200,6 +218,8 @@ class Optimizer:
             states = {index: found[parameter] for index, parameter in enumerate(mine) if parameter in found}
             # The library's own loading knows which states belong on which device.
             rule.load_state_dict({"state": states, "param_groups": rule.state_dict()["param_groups"]})
+        self._unstepped.clear()
+        self.allocate_state()  # of parameters that had made no step
 
 
 def _placed(value: Any, parameter: nn.Parameter) -> Any:

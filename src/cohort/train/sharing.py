@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.errors import NonFiniteError, RankError
+from cohort.errors import NonFiniteError, RankError, out_of_memory
 from cohort.objective import segment_sum
 from cohort.parallel import shares
 from cohort.parallel.shares import imbalance
 from cohort.policy import CompletionStates, PackedRows, Policy, Prefixes
-from cohort.policy.device import out_of_memory
 from cohort.train.context import StepContext
 from cohort.train.cuts import Pack, copies, level, packs
 from cohort.train.layout import Part

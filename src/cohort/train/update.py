@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cohort.errors import NonFiniteError, StepError
+from cohort.errors import NonFiniteError, StepError, out_of_memory
 from cohort.objective import (
     Objective,
     TokenStatistics,
@@ -33,7 +33,6 @@ from cohort.objective import (
 from cohort.parallel import agreed, together
 from cohort.parallel.full import released
 from cohort.policy import CompletionStates, ExpertBalance, Prefixes, TokenLogps, chunked_terms
-from cohort.policy.device import out_of_memory
 from cohort.train.context import StepContext
 from cohort.train.cuts import Microbatch, Pack, microbatches
 from cohort.train.guard import check_finite
@@ -110,7 +109,6 @@ def update(
         weights = weights.at(active.positions_N)
         balance = expert_balance(context, batch, active) if policy.router_aux_loss_coef else None
         shared = share(context, batch, active)
-        together(context.world, optimizer.allocate_state)
         forwards = shared_passes(context, batch, shared, weights, entropy_coefficient, balance)
 
         def seen() -> tuple[UpdateTokens, TokenStatistics]:

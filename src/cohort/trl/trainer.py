@@ -124,12 +124,11 @@ class GRPOTrainer:
             tools,
             environment_factory,
             [shown] if args.log_completions else (),
+            optimizers=optimizers,
         )
         """Cohort's trainer of this run."""
         self.model, self.processing_class = self.core.policy.model, self.core.tokenizer
         self.accelerator = Processes(self.core.world, self.core.policy.device)
-        if optimizers[0] is not None:
-            self.core.optimizer.use(*optimizers)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
         window, optimizer = Window(config), self.core.optimizer
         callbacks = [*(callbacks or ()), CompletionTables(shown)]
