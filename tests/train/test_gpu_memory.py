@@ -63,7 +63,7 @@ class Case:
 CASES = {
     "0.6B": Case("0.6B", 23.5, 1024),
     "0.6B pieces": Case("0.6B", 23.5, 8192),
-    "1.7B": Case("1.7B", 79.1, 4096, group=16),
+    "1.7B": Case("1.7B", 79.1, 2048, group=64),
     "8B": Case("8B", 23.5, 1024, lora=True),
 }
 

@@ -170,6 +170,20 @@ def test_the_budget_follows_the_free_memory(monkeypatch):
     assert find_budget(policy, 77, 16, 16).tokens == 77
 
 
+def test_no_longer_completion_is_tried_whole_than_a_pass_can_hold(monkeypatch):
+    policy, tried, real = Policy(wide_llama(), SINGLE), [], memory.peak_bytes
+
+    def recorded(policy, prompt_length, completion_length, **settings):
+        tried.append(real(policy, prompt_length, completion_length, **settings))
+        return tried[-1]
+
+    monkeypatch.setattr(memory, "peak_bytes", recorded)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 30 * 2**20)
+    budget = find_budget(policy, None, 16, 3000)
+    assert "longer completions in pieces" in budget.describe()
+    assert max(tried) < 30 * 2**20 < real(policy, 16, 3000)
+
+
 def test_more_than_1024_tokens_on_a_cpu_must_be_cheap(monkeypatch):
     policy = Policy(wide_llama(), SINGLE)
     of_token = (peak_bytes(policy, 192, 192, forward_only=True) - peak_bytes(policy, 64, 64, forward_only=True)) / 128
