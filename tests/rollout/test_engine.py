@@ -133,7 +133,7 @@ class Scripted:
     """A backend whose logits leave only the token that is written down for the row, whatever was before."""
 
     refills, mixed_lengths, keeps_rows, token_bytes, token_multiple, description = True, True, False, 8, 1, "scripted"
-    row_bytes = 0
+    row_bytes, grows = 0, False
 
     def __init__(self, vocabulary, scripts):
         self.vocabulary, self.scripts = vocabulary, scripts

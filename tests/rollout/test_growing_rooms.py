@@ -6,12 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.errors import ConfigError
-from cohort.rollout import RNGKey, Sampling
+from cohort.policy import Policy
+from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.budget import plan
 from cohort.rollout.cache import GroupCache
 from cohort.rollout.capacity import Capacity
+from tests.families.configs import small_model
+from tests.policy.plain import SINGLE
 from tests.rollout.conftest import drawn_ids
-from tests.rollout.test_continuation import GIVEN, PROMPTS, engine_of, play
+from tests.rollout.test_continuation import GIVEN, PROMPTS, engine_of, play, requests
+from tests.rollout.test_local_engine import LetterTokenizer
 
 CPU = torch.device("cpu")
 
@@ -71,6 +75,35 @@ def test_turns_in_a_small_cache(cache_tokens, held):
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("cache_tokens", [200, 300, 600])
+def test_turns_that_are_extended_together(cache_tokens, held):
+    """Rows are parked when they go on, and no longer fit at once."""
+
+    def played(engine):
+        engine.submit(requests(Sampling(90, temperature=0.9, max_turn_length=4)))
+        turns = []
+        while ended := list(engine.stream()):
+            for turn in ended:
+                if turn.room > 50 and turn.trajectory not in {number for number, _ in turns}:
+                    engine.extend(turn.trajectory, GIVEN * 10)
+                else:
+                    engine.release(turn.trajectory)
+                turns.append((turn.trajectory, drawn_ids(turn.completion)))
+        return sorted(turns)
+
+    expected = played(engine_of("lean"))
+    held |= {"most": 0, "copies": 0}
+    assert played(engine_of("lean", cache_tokens=cache_tokens)) == expected
+    assert held["most"] <= cache_tokens - 32
+
+
+@pytest.mark.parametrize("family", ["mamba2"])
+def test_a_model_without_attention_keeps_its_states(family):
+    policy = Policy(small_model(family), SINGLE)
+    assert "without a cache" not in LocalEngine(policy, LetterTokenizer(), (1,)).backend.description
+
+
+@pytest.mark.usefixtures("short")
 def test_memory_is_what_the_lengths_need(held):
     """Completions of up to 8,000 tokens that end after a few dozen: all rows at a time, in a hundredth of the memory
     that rows times the longest would take, and at most twice what the longest row needs."""
@@ -95,6 +128,9 @@ def test_the_plan_admits_rows_by_their_first_tokens():
     assert (new.rows, new.prompts, new.row_tokens) == (64, 8, 50_000 - 8 * 128)
     # Of 50 rows of 960 tokens 51 fit; of 4,000 tokens 12.
     assert (new.rows_of(960), new.rows_of(4000), new.rows_of(8000)) == (51, 12, 6)
+    # Long prompts get no more than rows do: 12 prompts of 4,096 tokens, and 8 rows of each.
+    long = plan([4096] * 32, 256, 4096, 8192, **whole | {"max_tokens": 100_000}, grows=True)
+    assert (long.rows, long.prompts, long.row_tokens) == (48, 12, 100_000 - 12 * 4096)
     few = plan([100] * 8, 64, 100, 200, **whole, grows=True)
     assert few.row_tokens == 64 * 224  # no more than all of them need
 

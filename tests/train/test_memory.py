@@ -234,8 +234,10 @@ def test_on_cuda_the_counters_of_the_allocator_are_read(monkeypatch):
     counters = Counters(monkeypatch, workspace=10**7, inside=1000)
     monkeypatch.setattr(memory, "EARLIER_PEAKS", {})
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40)
+    # Of each further token, native kernels have a float32 number for each logit, torch has two.
+    predicted += 1000 + 4 * policy.vocab_size * (512 - 16)
     with counters.live:
-        assert find_budget(OnCUDA(policy), 512, 16, 16).predicted_bytes == pytest.approx(predicted + 1000, abs=1)
+        assert find_budget(OnCUDA(policy), 512, 16, 16).predicted_bytes == pytest.approx(predicted, abs=1)
         assert peak_bytes(OnCUDA(policy), 64, 64) == expected + 1000
     # The peak of the run is not forgotten when the counter is set back.
     assert counters.max_memory_allocated(OnCUDA.device) < 2 * 10**9

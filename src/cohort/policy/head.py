@@ -56,6 +56,12 @@ def _whole_shapes(size: int) -> int:
     return size - size % LIKE_SHAPES or size
 
 
+def chunk_tokens(vocabulary: int, device: torch.device) -> int:
+    """Tokens whose logits torch has at the same time, with their softmax: 8 bytes a logit."""
+    tokens, logits = (CUDA_TOKENS, CUDA_LOGITS) if kind_of(device) == "cuda" else (CHUNK_TOKENS, CHUNK_LOGITS)
+    return _whole_shapes(max(1, min(tokens, logits // vocabulary)))
+
+
 class TokenLogps(NamedTuple):
     """Shape ``[N]`` each. Only the log-probs have a gradient."""
 
@@ -148,9 +154,7 @@ class CompletionStates:
         """Tokens whose logits torch has at the same time."""
         linear = self.head.linear
         vocabulary = self.hidden_NH.shape[1] if linear is None else linear.weight.shape[0]
-        on_cuda = kind_of(self.hidden_NH.device) == "cuda"
-        tokens, logits = (CUDA_TOKENS, CUDA_LOGITS) if on_cuda else (CHUNK_TOKENS, CHUNK_LOGITS)
-        return _whole_shapes(max(1, min(tokens, logits // vocabulary)))
+        return chunk_tokens(vocabulary, self.hidden_NH.device)
 
     @property
     def drawn_chunk(self) -> int:

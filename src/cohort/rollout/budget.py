@@ -89,7 +89,8 @@ def plan(
         whole = Capacity(rows, prompts, longest, length)
         if not grows:
             return whole
-        return replace(whole, row_tokens=max(rows * least_tokens(whole), length))
+        # No less for rows than for the prompts that they follow: more rows bring more prompts.
+        return replace(whole, row_tokens=max(rows * least_tokens(whole), length, prompts * longest))
 
     def with_the_rest(found: Capacity) -> Capacity:
         if found.row_tokens is None:

@@ -50,7 +50,8 @@ class GroupCache:
         self._heads, self.width, self._group, self._device = heads, width, group, device
         # Not cleared as a whole: unused memory is never touched.
         self._capacity, room = capacity, capacity.room_of(1, 1)
-        shape = (2, capacity.rows_of(room), heads, room, width)
+        self._held = capacity.rows_of(room), room  # rows and tokens of each; a model may have no attention layers
+        shape = (2, self._held[0], heads, room, width)
         self._own = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
         self._prompts = torch.empty(
             2, layers, capacity.prompts, heads, prompt_length, width, dtype=dtype, device=device
@@ -59,14 +60,14 @@ class GroupCache:
         self._row_prompt: list[int] = []
         self._row_length: list[int] = []
         self._prompt_length: list[int] = []
-        self._parked: dict[int, tuple[Tensor, int, int]] = {}  # keys and values, prompt, length
+        self._parked: dict[int, tuple[list[Tensor], int, int]] = {}  # keys and values, prompt, length
         self._handles = count()
         self._layout: Layout | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens for which memory is allocated."""
-        rows, room = self._own[0].shape[1], self._own[0].shape[3]
+        rows, room = self._held
         return rows * room + self._prompts.shape[2] * self._prompts.shape[4]
 
     def add_prompts(self, lengths: Sequence[int]) -> int:
@@ -120,7 +121,7 @@ class GroupCache:
     def park(self, row: int) -> int:
         """Copy the keys and values of a row; returns a handle."""
         handle, length = next(self._handles), self._row_length[row]
-        kept = torch.stack([own[:, row, :, :length] for own in self._own])
+        kept = [own[:, row, :, :length].clone() for own in self._own]
         self._parked[handle] = kept, self._row_prompt[row], length
         return handle
 
@@ -181,9 +182,9 @@ class GroupCache:
                 self._prompt_length,
                 heads=self._heads,
                 group_rows=self._group,
-                own_capacity=self._own[0].shape[-2],
+                own_capacity=self._held[1],
                 device=self._device,
-                dtype=self._own[0].dtype,
+                dtype=self._prompts.dtype,
             )
         else:
             self._layout.advance()
@@ -194,12 +195,12 @@ class GroupCache:
     def _fit(self, tokens: int, rows: int) -> None:
         """Give so many rows room for so many tokens each. Rows are copied a layer at a time, to memory of as many rows
         as there may then be."""
-        _, held, _, room, _ = self._own[0].shape
+        held, room = self._held
         if rows <= held and tokens <= room:
             return
         room = self._capacity.room_of(tokens, rows)
         held, count = max(rows, self._capacity.rows_of(room)), len(self._row_prompt)
-        self._cleared = min(self._cleared, room)
+        self._held, self._cleared = (held, room), min(self._cleared, room)
         for layer, own in enumerate(self._own):
             grown = own.new_empty(2, held, own.shape[2], room, own.shape[4])
             grown[:, :count, :, : self._cleared] = own[:, :count, :, : self._cleared]
@@ -208,7 +209,7 @@ class GroupCache:
 
     def _clear_to(self, length: int) -> None:
         if length > self._cleared:
-            fresh = min(round_up(length, CLEARED_TOKENS), self._own[0].shape[-2])
+            fresh = min(round_up(length, CLEARED_TOKENS), self._held[1])
             for own in self._own:
                 own[..., self._cleared : fresh, :].zero_()
             self._cleared = fresh

@@ -72,7 +72,7 @@ class LocalEngine(Engine):
         self.tokenizer = tokenizer
         self.end_token_ids = frozenset(end_token_ids)
         self.max_batch_size = max_batch_size
-        self._most_rows = max_batch_size
+        self._most_rows = 0  # ``max_batch_size`` as it was set, once memory has run out
         self._clean_calls, self._patience = 0, 1  # since memory ran out, and how many of them it takes to try more rows
         self.cache_tokens = cache_tokens
         self.backend: Backend = choose_backend(policy, native_kernels=native_kernels)
@@ -210,6 +210,7 @@ class LocalEngine(Engine):
                 "out of memory decoding one completion at a time: lower rollout.max_completion_length or "
                 "rollout.cache_tokens, or use a smaller model"
             )
+        self._most_rows = max(self._most_rows, self.max_batch_size)
         self.max_batch_size = self._rows // 2
         self._clean_calls, self._patience = -1, 2 * self._patience
         if scheduler := self._scheduler:

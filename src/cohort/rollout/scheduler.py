@@ -246,6 +246,10 @@ class Scheduler:
         left = list(rows)
         while left and not self._has_room([*(self.active[row] for row in left), *self._resumed]):
             left.pop()
+        while not left and len(self._resumed) > 1 and not self._has_room(self._resumed):
+            self._release_row(self._resumed[-1])
+            self._resumed[-1].forget()
+            self._preempted.append(self._resumed.pop())
         if preempted := rows[len(left) :]:
             for row in preempted:
                 self.active[row].forget()

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from cohort.errors import ModelError, out_of_memory
 from cohort.policy import PackedRows, Policy, context_length
 from cohort.policy.device import kind_of, release_memory
+from cohort.policy.head import chunk_tokens
 from cohort.policy.pieces import can_cut, memory_of_token
 from cohort.rollout.budget import free_bytes
 
@@ -173,9 +174,14 @@ def _peak_in_pieces(policy: Policy, prompt_length: int, completion_length: int, 
 
 
 def _logits_bytes(policy: Policy, tokens: int) -> int:
-    """Most bytes of logits that native kernels have at a time in a pass of so many tokens."""
+    """Most bytes of logits at a time in a pass of so many tokens, in native kernels or in CUDA's larger chunks."""
     head = getattr(policy.passes, "head", None)
-    return min(tokens, head.kept_tokens) * head.native_bytes if head is not None and head.native_bytes else 0
+    if head is None or head.linear is None:
+        return 0
+    if kind_of(policy.device) == "cuda":
+        vocabulary = len(head.linear.weight)
+        return 8 * vocabulary * min(tokens, chunk_tokens(vocabulary, policy.device))
+    return min(tokens, head.kept_tokens) * head.native_bytes if head.native_bytes else 0
 
 
 def peak_bytes(
