@@ -67,14 +67,12 @@ def plan(
         prefix_length: tokens of the longest text that is prefilled: a prompt, or a history.
         completion_length: tokens of the longest completion.
         max_rows: most rows.
-        max_tokens: tokens whose keys and values may be kept. None: from the memory that is free now.
+        max_tokens: tokens whose keys and values may be kept. None: from the memory that is free now on ``device``.
         token_bytes: memory of the keys and values of one token; 0 if none are kept.
         token_multiple: lengths are rounded up to a multiple of this in memory.
-        device: where keys and values are kept.
         row_bytes: memory of a row or prompt that does not grow. Counts against ``max_tokens`` as the keys and values
             that fit into it; if none are kept, against the memory that is free now.
-        grows: rows begin with room for a few tokens, and all of them together get what is left (``row_tokens``). One of
-            them must fit at full length.
+        grows: rows begin with room for a few tokens, and get what is left together (``row_tokens``).
 
     Raises:
         ConfigError: not even one completion fits.
@@ -87,29 +85,17 @@ def plan(
         # Twice the groups that fit the rows: some completions of a group outlast the rest of it.
         prompts = min(len(prompt_lengths), 2 * math.ceil(rows / per_prompt))
         whole = Capacity(rows, prompts, longest, length)
-        if not grows:
-            return whole
-        # No less for rows than for the prompts that they follow: more rows bring more prompts.
-        return replace(whole, row_tokens=max(rows * least_tokens(whole), length, prompts * longest))
+        return _with_few_tokens(whole) if grows else whole
 
-    def with_the_rest(found: Capacity) -> Capacity:
-        if found.row_tokens is None:
-            return found
-        left = [(limit - needed(found)) // unit for needed, limit, _, unit in limits]
-        most = found.rows * length - found.row_tokens
-        return replace(found, row_tokens=found.row_tokens + min([most, *left]))
-
-    def fits(capacity: Capacity) -> bool:
-        return all(needed(capacity) <= limit for needed, limit, *_ in limits)
+    def fits(rows: int) -> bool:
+        return all(needed(capacity(rows)) <= limit for needed, limit, *_ in limits)
 
     low, high = 1, min(max_rows, trajectories)  # what is needed grows with rows
-    if fits(capacity(high)):
-        return with_the_rest(capacity(high))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(capacity(middle)) else (low, middle - 1)
-    if fits(capacity(low)):
-        return with_the_rest(capacity(low))
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    if fits(low):
+        return _with_the_rest(capacity(low), limits)
     tight = Capacity(1, 1, longest, length)
     for needed, limit, what, _ in limits:
         if needed(tight) > limit:
@@ -119,6 +105,21 @@ def plan(
                 "rollout.max_completion_length"
             )
     return tight
+
+
+def _with_few_tokens(whole: Capacity) -> Capacity:
+    """The capacity with what rows begin with, or one at full length, and no less than the prompts that they follow have:
+    more rows bring more prompts."""
+    length, of_prompts = whole.completion_length, whole.prompts * whole.prompt_length
+    return replace(whole, row_tokens=max(whole.rows * least_tokens(whole), length, of_prompts))
+
+
+def _with_the_rest(found: Capacity, limits: Sequence[tuple[Callable[[Capacity], int], int, str, int]]) -> Capacity:
+    """The capacity with all that is left of the limits for its rows, but no more than they can have."""
+    if found.row_tokens is None:
+        return found
+    left = min([(limit - needed(found)) // unit for needed, limit, _, unit in limits], default=math.inf)
+    return replace(found, row_tokens=int(min(found.rows * found.completion_length, found.row_tokens + left)))
 
 
 def _limits(
