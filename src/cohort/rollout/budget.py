@@ -108,8 +108,8 @@ def plan(
 
 
 def _with_few_tokens(whole: Capacity) -> Capacity:
-    """The capacity with what rows begin with, or one at full length, and no less than the prompts that they follow have:
-    more rows bring more prompts."""
+    """The capacity with tokens for what rows begin with, or for one at full length, and no fewer than the prompts have
+    that they follow: more rows bring more prompts."""
     length, of_prompts = whole.completion_length, whole.prompts * whole.prompt_length
     return replace(whole, row_tokens=max(whole.rows * least_tokens(whole), length, of_prompts))
 
