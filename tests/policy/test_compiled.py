@@ -1,13 +1,21 @@
 """Norms, rotations and gates that torch compiles on CUDA, by a compiler of a CPU: ``aot_eager`` makes the same graphs."""
 
+import functools
+import threading
+
 import pytest
 import torch
 
+from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, fused
+from cohort.policy.compute import enable_checkpointing
 from cohort.policy.fused import Fused, compiled_once
+from cohort.train.term_norms import term_norms
 from tests.cuda_on_cpu import cuda_on_cpu
 from tests.families.configs import small_model
 from tests.policy.plain import COMPLETIONS, MIXED, PROMPTS, SINGLE
+from tests.policy.test_pieces import rows_of, trained
+from tests.train.updates import all_sequences, batch_for, context_for
 
 REAL = torch.compile
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which dynamo itself reads
@@ -18,6 +26,7 @@ def compiler(monkeypatch):
     """A quick compiler for this test, and how often it has been asked."""
     asked = []
 
+    @functools.wraps(REAL)
     def compile(function, **settings):
         asked.append(function.__name__)
         return REAL(function, backend="aot_eager", **settings)
@@ -57,13 +66,63 @@ def test_log_probs_and_gradients_are_those_of_single_operations(family, precisio
         assert float((one - other).norm() / other.norm()) < (1e-6 if precision is SINGLE else 0.02)
 
 
-def test_one_graph_serves_every_number_of_tokens():
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_rows_in_pieces(checkpointing, compiler):
+    """Graphs of the backward pass alone, which runs in threads of its own on CUDA."""
+    found = []
+    with cuda_on_cpu(strict=False):
+        for policy in policies("qwen3", SINGLE):
+            if checkpointing:
+                enable_checkpointing(policy.model)
+            assert policy.passes.shared
+            found.append(in_a_thread(lambda policy=policy: trained(policy, rows_of(), 64)))
+    assert set(compiler) == {"_normed", "_add_normed", "_turned", "_active"}
+    (logps_N, grads), (expected_N, expected) = found
+    # The same formulas in the same order, in float32.
+    torch.testing.assert_close(logps_N, expected_N, rtol=0, atol=1e-5)
+    for name, grad in grads.items():
+        assert float((grad - expected[name]).norm()) <= 1e-5 * float(expected[name].norm()), name
+
+
+def in_a_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_norms_of_terms_take_several_backward_passes_of_a_graph(compiler):
+    found, objective = [], PRESETS["grpo"].replace(beta=0.3)
+    with cuda_on_cpu(strict=False):
+        for policy in policies("qwen3", SINGLE):
+            batch = batch_for(policy, objective)
+            assert policy.passes.shared
+            found.append(term_norms(context_for(policy, objective, 40), batch, all_sequences(batch), 0.05))
+    assert compiler
+    assert found[0] == pytest.approx(found[1], rel=1e-4)  # the same operations, beside old log-probs of compiled ones
+    assert found[0]["gradient/kl_norm"] > 0
+
+
+def test_one_graph_serves_every_number_of_tokens(compiler):
+    """The width is a constant of it, as kernels of known sizes index with less work."""
     norm = Fused(False, torch.float32, torch.bfloat16, compiled=True)
-    factor = torch.ones(8)
+    for width in (8, 12):
+        torch._dynamo.utils.counters.clear()
+        for tokens in (5, 9, 64, 12, 8, 3):
+            norm.norm(torch.randn(tokens, width), torch.ones(width), 1e-6)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_more_graphs_than_torch_makes_by_default_in_any_thread(compiler):
+    """CUDA's backward passes run in their own threads, where settings of dynamo are the defaults."""
+    norm, widths = Fused(False, torch.float32, torch.bfloat16, compiled=True), range(2, 14)
+    norm.norm(torch.randn(3, 1), torch.ones(1), 1e-6)
     torch._dynamo.utils.counters.clear()
-    for tokens in (5, 9, 64, 100, 3):
-        norm.norm(torch.randn(tokens, 8), factor, 1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2  # the first, and one for any number
+    for width in widths:
+        in_a_thread(lambda width=width: norm.norm(torch.randn(3, width), torch.ones(width), 1e-6))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(widths)
 
 
 @pytest.mark.parametrize("failing", ["compile", "another result"])
@@ -97,7 +156,8 @@ def test_a_cpu_and_a_setting_compile_nothing(compiler):
     assert not compiler
 
 
-def test_the_limit_of_graphs_is_raised_and_never_lowered():
+def test_an_older_torch_has_one_limit_of_graphs_which_is_never_lowered(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, *, dynamic: function)
     for before, after in ((8, fused.MOST_GRAPHS), (1000, 1000)):
         with torch._dynamo.config.patch(recompile_limit=before):
             compiled_once.cache_clear()

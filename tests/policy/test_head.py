@@ -1,5 +1,6 @@
 """Log-probs from hidden states in chunks, against a plain log-softmax of all logits by autograd."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.policy import CompletionStates, Head, chunked_terms, head
+from cohort.policy.device import forced_kind
+from cohort.train.memory import LiveBytes
 from tests.policy.plain import distribution_of, random_supports
 
 VOCABULARY, HIDDEN = 23, 6
@@ -137,12 +140,39 @@ def test_scores_are_not_written_over_given_logits():
     assert torch.equal(logits, before)
 
 
+def test_given_logits_that_need_a_gradient_are_not_written_over():
+    """Not even those of forbidden tokens, whose -inf would be a finite number afterwards."""
+    logits = torch.randn(N, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    logits[2, 5:10] = -torch.inf
+    before = logits.clone()
+    CompletionStates(logits.requires_grad_(), Head(), distribution()).logps().logps_N.sum().backward()
+    assert torch.equal(logits, before)
+
+
 def test_the_size_of_chunks(monkeypatch):
     hidden, linear = parts()
     monkeypatch.setattr(head, "CHUNK_LOGITS", 2 * VOCABULARY + 1)
     assert states_of(hidden, linear).chunk == 2
     monkeypatch.setattr(head, "CHUNK_LOGITS", 1)
     assert states_of(hidden, linear).chunk == 1
+    with forced_kind("cuda"):
+        for vocabulary, chunk in ((151_936, 2048), (2**18, 2048), (2**18 + 1, 1984)):  # multiples of 64
+            with torch.device("meta"):
+                wide = nn.Linear(HIDDEN, vocabulary)
+            assert states_of(hidden, wide).chunk == chunk
+
+
+@pytest.mark.parametrize(("cap", "backward"), [(None, 2), (1.5, 3)])
+def test_few_tensors_of_a_chunk_exist_at_once(cap, backward):
+    """Scores and probabilities; with a soft cap its slopes, too."""
+    states = long_states(64, cap=cap)
+    with LiveBytes() as live:
+        logps = states.logps().logps_N.sum()
+    one = 64 * MANY * 4
+    assert 2 * one <= live.peak < 2.1 * one
+    with LiveBytes() as live:
+        logps.backward()
+    assert backward * one <= live.peak < (backward + 0.1) * one
 
 
 @pytest.mark.parametrize(
@@ -230,6 +260,19 @@ def test_extreme_logits_are_finite(dtype):
         (grad,) = torch.autograd.grad(got.logps_N.sum(), logits)
         assert torch.isfinite(grad).all()
     assert (got.entropy_N > -1e-2).all()
+
+
+@pytest.mark.parametrize("name", ["plain", "supports"])
+def test_autocast_rounds_no_statistic(name):
+    """In an update it casts the factors of dot products to bfloat16, in which the lowest float32 number is -inf."""
+    hidden, linear = parts(dtype=torch.float32)
+    expected = states_of(hidden, linear, compute=torch.float32, **SETTINGS[name]).logps()
+    states = states_of(hidden, linear, compute=torch.float32, **SETTINGS[name])
+    states = dataclasses.replace(states, head=dataclasses.replace(states.head, own_dtype=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = states.logps()
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

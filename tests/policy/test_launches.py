@@ -151,17 +151,18 @@ def cuda(monkeypatch):
         yield
 
 
-UPDATES = {"llama": (52, 81), "qwen3": (56, 87)}
-"""Forward and backward, of prompts and of the rows after them. Of single operations: 106 and 173, 138 and 239 (with
-norms in torch's parts, as on a CPU)."""
+UPDATES = {"llama": ((50, 85), (79, 5)), "qwen3": ((54, 85), (85, 3))}
+"""Forward and backward: in a layer and in the rest of a microbatch, of prompts and of the rows after them. Of single
+operations, a layer has 106 and 173, 138 and 239 (with norms in torch's parts, as on a CPU). The rest counts what the
+last layer is spared, whose prompts have keys only, and what the host computes."""
 
 
 @pytest.mark.parametrize("family", UPDATES)
 def test_an_update(family):
     two, four = of_update(family, 2), of_update(family, 4)
-    forward, backward = (per_layer(*pair)[0] for pair in zip(two, four, strict=True))
-    assert forward <= UPDATES[family][0]
-    assert backward <= UPDATES[family][1]
+    found = tuple(per_layer(*pair) for pair in zip(two, four, strict=True))
+    for counts, most in zip(found, UPDATES[family], strict=True):
+        assert all(count <= limit for count, limit in zip(counts, most, strict=True)), found
     assert two[0].reads == four[0].reads  # nothing waits in a layer
     assert not four[1].reads
 

@@ -11,6 +11,7 @@ from cohort.policy import CompletionStates, Head, Policy, enable_checkpointing
 from cohort.policy.narrow import Matrix, add_gradients, add_narrow, narrow_linears, outputs_beside
 from cohort.train.memory import LiveBytes
 from tests.conftest import each
+from tests.cuda_on_cpu import cuda_on_cpu
 from tests.policy.plain import MIXED, distribution_of, threads, tiny_llama
 
 try:
@@ -273,6 +274,17 @@ def test_kernels_that_are_switched_off_are_not_used(monkeypatch):
     total, grad, x = torch.ones(3, 4), torch.ones(2, 3).bfloat16(), torch.ones(2, 4).bfloat16()
     add_gradients([total], grad, x)
     assert total.tolist() == [[3.0] * 4] * 3
+
+
+def test_a_gradient_on_cuda_is_added_without_rounding_its_product():
+    """1 + 2^-9 has a digit more than bfloat16 holds: a rounded product would be 1."""
+    grad, x = torch.tensor([[1.0], [2**-9]]).bfloat16(), torch.ones(2, 1).bfloat16()
+    total = torch.tensor([[2.0**-12]])
+    with cuda_on_cpu():
+        add_gradients([total], grad, x)
+        assert float(total) == 1 + 2**-9 + 2**-12
+        add_gradients([total], grad, x, fresh=[True])
+    assert float(total) == 1 + 2**-9
 
 
 @pytest.mark.parametrize("compute", [torch.float32, HALF])

@@ -97,7 +97,7 @@ def packed_attention(
         dtype, out_dtype = kernel_dtype(v), v.dtype
         q, k, v, prefix_k, prefix_v = _to(dtype, q, k, v, prefix_k, prefix_v)
         out = explicit_attention(q, k, v, prefix_k, prefix_v, layout, scaling, window, cap, sinks).to(out_dtype)
-    return functional.pad(out, (0, 0, 0, padding))
+    return functional.pad(out, (0, 0, 0, padding)) if padding else out
 
 
 def _suits_native(layout: Layout, kv_heads: int) -> bool:

@@ -8,7 +8,9 @@ operations compute the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -141,11 +143,29 @@ def try_compiled(device: torch.device, narrow: torch.dtype) -> None:
 
 @cache
 def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation, compiled for any number of tokens."""
-    from torch._dynamo import config  # which takes seconds to import
+    """An operation, compiled for any number of tokens, the first axis of tensors that have two axes or more. Other
+    sizes and settings are constants of a graph."""
+    from torch import _dynamo  # which takes seconds to import
 
-    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
-    return torch.compile(function, dynamic=True)
+    settings: dict[str, Any] = {"dynamic": False}
+    if "recompile_limit" in signature(torch.compile).parameters:  # of newer versions, whose config holds in one thread:
+        settings["recompile_limit"] = MOST_GRAPHS  # CUDA's backward passes, which recompute, run in others
+    else:
+        _dynamo.config.recompile_limit = max(_dynamo.config.recompile_limit, MOST_GRAPHS)
+    compiled = torch.compile(function, **settings)
+
+    def run(*given: Any) -> Any:
+        for part in given:
+            if isinstance(part, Tensor) and part.ndim > 1:
+                _dynamo.maybe_mark_dynamic(part, 0)
+        return compiled(*given)
+
+    return run
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """A block in which operations are not compiled: what compiled ones keep serves one backward pass only."""
+    return torch.compiler.set_stance("force_eager") if compiled_once.cache_info().currsize else nullcontext()
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, neighbours: bool) -> Tensor:

@@ -255,7 +255,7 @@ class _DrawnLogps(torch.autograd.Function):
                     ctx.kept[span.start] = product_CV
                 del product_CV, logits_CV  # one chunk's at a time
             else:
-                found[:3, span] = _statistics(hidden_NH[span], weight, states, span)
+                found[:3, span] = _statistics(hidden_NH[span].detach(), weight, states, span)
         ctx.tops_sums_2N = found[3:]
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
         # Without the hidden states, which are saved: they can be freed before the layers' backward pass.
@@ -363,5 +363,6 @@ def _statistics(hidden_CH: Tensor, weight_VH: Tensor | None, states: CompletionS
     logps_C = drawn_C - top_C + top_logp_C  # in this order a common shift costs no precision
     # A token that cannot occur has score -inf, and 0 * -inf is NaN.
     scores_CV.clamp_(min=torch.finfo(scores_CV.dtype).min)
-    entropy_C = normalizer_C - torch.linalg.vecdot(probs_CV, scores_CV)
-    return torch.stack([logps_C, entropy_C, torch.linalg.vecdot(probs_CV, probs_CV)])
+    # In place, as a tensor of a chunk may take 2 GiB on CUDA. Autocast would round the factors of a dot product.
+    entropy_C = normalizer_C - scores_CV.mul_(probs_CV).sum(-1)
+    return torch.stack([logps_C, entropy_C, probs_CV.mul_(probs_CV).sum(-1)])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cohort.errors import NonFiniteError
 from cohort.parallel import agreed
+from cohort.policy.fused import uncompiled
 from cohort.train.context import StepContext
 from cohort.train.layout import Part, active_part
 from cohort.train.sharing import share
@@ -49,7 +50,7 @@ def term_gradients(
     sums: dict[str, Tensor] = {}
 
     def own_terms() -> list[str]:
-        with policy.training(), policy.compute():
+        with policy.training(), policy.compute(), uncompiled():  # a graph serves several backward passes
             for losses, *_ in forward_passes(context, batch, shared, weights, entropy_coefficient, attached=True):
                 for name, loss in losses.items():
                     grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
