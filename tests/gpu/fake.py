@@ -134,6 +134,8 @@ def fake_cuda():
         "torch.cuda.mem_get_info": lambda *_: (80 * 2**30, 80 * 2**30),
         "torch.cuda.memory_reserved": lambda *_: 0,
         "torch.cuda.memory_allocated": lambda *_: 0,
+        "torch.cuda.max_memory_allocated": lambda *_: 0,
+        "torch.cuda.reset_peak_memory_stats": lambda *_: None,
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
         "torch.autograd._engine_run_backward": run_backward,
     }
