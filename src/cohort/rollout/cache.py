@@ -88,7 +88,7 @@ class GroupCache:
     def add_rows(self, prompts: Sequence[int]) -> None:
         """Add rows without tokens, each after the given prompt."""
         first = len(self._row_prompt)
-        self._fit(max(self._row_length, default=0), first + len(prompts))
+        self._fit(0, first + len(prompts))
         for own in self._own:
             own[:, first : first + len(prompts), :, : self._cleared].zero_()
         self._row_prompt += prompts
@@ -129,7 +129,7 @@ class GroupCache:
         """Add rows with the keys and values of parked ones."""
         for handle in handles:
             kept, prompt, length = self._parked.pop(handle)
-            self._fit(max([length, *self._row_length]), len(self._row_prompt) + 1)
+            self._fit(length, len(self._row_prompt) + 1)
             self.add_rows([prompt])
             for own, part in zip(self._own, kept, strict=True):
                 own[:, len(self._row_prompt) - 1, :, :length] = part
@@ -157,7 +157,7 @@ class GroupCache:
         follows after the last layer."""
         start, prompt = self._row_length[row], self._row_prompt[row]
         end = start + len(k_LKD)
-        self._fit(max([end, *self._row_length]), len(self._row_prompt))
+        self._fit(end, len(self._row_prompt))
         self._clear_to(end)
         whole = []
         for new, own, of_prompts in zip((k_LKD, v_LKD), self._own[layer][:, row], self._prompts[:, layer], strict=True):
@@ -193,12 +193,12 @@ class GroupCache:
         return self._layout
 
     def _fit(self, tokens: int, rows: int) -> None:
-        """Give so many rows room for so many tokens each. Rows are copied a layer at a time, to memory of as many rows
-        as there may then be."""
+        """Give so many rows room for so many tokens each, and for what they have. Rows are copied a layer at a time, to
+        memory of as many rows as there may then be."""
         held, room = self._held
         if rows <= held and tokens <= room:
             return
-        room = self._capacity.room_of(tokens, rows)
+        room = self._capacity.room_of(max([tokens, *self._row_length]), rows)
         held, count = max(rows, self._capacity.rows_of(room)), len(self._row_prompt)
         self._held, self._cleared = (held, room), min(self._cleared, room)
         for layer, own in enumerate(self._own):

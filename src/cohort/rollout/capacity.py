@@ -8,6 +8,7 @@ from dataclasses import dataclass
 TOKEN_MULTIPLE = 32
 """Key lengths are multiples of this: vectorised sums then add the same numbers in the same order, and zeros after."""
 FIRST_TOKENS = 256
+"""Tokens that a row has room for at first, where rooms grow; fewer if completions have fewer."""
 
 
 @dataclass(frozen=True, slots=True)

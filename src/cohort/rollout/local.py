@@ -192,8 +192,8 @@ class LocalEngine(Engine):
         return self._stops[stops]
 
     def _advance(self, watch: Watch) -> bool:
-        """``_decode``; when memory runs out, go on with half as many trajectories at a time. After some calls without
-        that, twice as many are tried again; each failure doubles their number.
+        """``_decode``; when memory runs out, go on with half as many trajectories at a time. After some calls in which
+        memory suffices, twice as many are tried. Each failure doubles how many such calls that takes.
 
         Raises:
             ModelError: memory runs out with one.

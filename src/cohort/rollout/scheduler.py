@@ -208,7 +208,7 @@ class Scheduler:
         prefixes: list[int] = []
         while (self._preempted or self._queue) and room > 0:
             source = self._preempted or self._queue
-            if not self._has_room([*self.active, *new, source[0]]):
+            if self.capacity.row_tokens is not None and not self._has_room([*self.active, *new, source[0]]):
                 break
             prefix = source[0].prefix
             if prefix not in self._prefilled and prefix not in prefixes:
