@@ -1,11 +1,11 @@
-"""What ``cohort doctor`` predicts against what the run then costs: memory, time of a step and of the run, disk.
+"""What ``cohort doctor`` predicts against what the run then costs: memory, and the time of a step.
 
     python benchmarks/doctor.py
     python benchmarks/doctor.py --model qwen3-0.6b --prompts 4 --length 64 --steps 2 --json
 
 The checks run in one process and the run in another, both with the same random model, prompts of 64 tokens and a reward
 that costs next to nothing. ``memory`` is what the run adds at its peak to what the process held with the model loaded.
-``run`` is the time from the first step to the end, with checkpoints. A ratio is prediction over measurement.
+A ratio is prediction over measurement.
 
 Linux only: memory is read from /proc.
 """
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -56,24 +54,20 @@ def predict(turns: Turns, options: argparse.Namespace) -> None:
 
 def measure(turns: Turns, options: argparse.Namespace) -> None:
     trainer = trainer_of(options)
-    memory, start = Memory(), time.perf_counter()
+    memory = Memory()
     steps = [metrics["seconds/step"] for metrics in trainer.steps()]
-    seconds = time.perf_counter() - start
-    written = sum(path.stat().st_size for path in Path("run").rglob("*") if path.is_file())
-    turns.wait({"step": median(steps), "run": seconds, "memory": memory.figures()["above"], "disk": written / MEBI})
+    turns.wait({"step": median(steps), "memory": memory.figures()["above"]})
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Predictions, measurements and their ratios. Memory and disk are in MiB, times in seconds."""
+    """Predictions, measurements and their ratios. Memory is in MiB, time in seconds."""
     with Side(predict, options, threads=options.threads) as side:
         found = side.first
     with Side(measure, options, threads=options.threads) as side:
         measured = side.first
     predicted = {
         "step": found["time"]["step"],
-        "run": found["time"]["run"],
         "memory": (found["memory"]["needed"] + found["memory"]["copy"]) / MEBI,
-        "disk": found["disk"]["needed"] / MEBI,
     }
     return {
         name: {
@@ -101,7 +95,7 @@ def main() -> None:
             print(json.dumps({"options": vars(options), **found}), file=out)
             return
         for name, row in found.items():
-            unit = "s" if name in ("step", "run") else "MiB"
+            unit = "s" if name == "step" else "MiB"
             text = f"predicted {row['predicted']:>10,.2f}  measured {row['measured']:>10,.2f} {unit:<4}"
             print(f"{name:<8}{text} ratio {row['ratio']:.2f}", file=out)
 

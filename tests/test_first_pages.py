@@ -45,7 +45,7 @@ def commands(page: str) -> list[list[str]]:
 
 
 SMALL = {
-    "doctor": ["--skip", "signal", "rewards", "duplicates", "cut", "time", "disk"],
+    "doctor": ["--skip", "signal", "rewards", "duplicates", "cut", "time"],
     "train": ["--run.max_steps", "1", "--rollout.prompts_per_step", "2", "--data.eval_rows", "2"],
     "resume": [],
     "diagnose": [],

@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from cohort.config import GRPOConfig, Schedule
+from cohort.config import GRPOConfig
 from cohort.doctor.agreement import check_reference, check_sampler
 from cohort.doctor.answers import Told, check_answers, try_answers
-from cohort.doctor.cost import Disk, Memory, Time, check_disk, check_memory, check_time
+from cohort.doctor.cost import Memory, Time, check_memory, check_time
 from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
-from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
+from cohort.doctor.settings import check_optimizer, check_sampling
 from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
 from cohort.rewards import RewardRunner
 from tests.conftest import each
@@ -42,16 +42,11 @@ def memory(**changes):
 
 def time(**changes):
     pieces = {"phases": {"generate": 6.0, "reward": 1.0, "update": 3.0}, "steps": 60, "evaluation": 30.0}
-    return check_time(Time(**pieces | {"evaluations": 2, "checkpoint": 1.0, "checkpoints": 3} | changes), 16)
-
-
-def disk(**changes):
-    return check_disk(Disk(**{"free": 1000, "checkpoint": 100, "kept": 3, "models": 50, "completions": 20} | changes))
+    return check_time(Time(**pieces | {"evaluations": 2} | changes), 16)
 
 
 HALF, DEAD = [1.0, 0.0, 1.0, 0.0], [0.0] * 4
 HEALTHY = {
-    "schedule": lambda: check_schedule(Schedule.of(config(), 80)),
     "sampling": lambda: check_sampling(config(top_p=0.9)),
     "optimizer": lambda: check_optimizer(config(warmup_steps=5, lr_scheduler_type="linear"), 100, 10**9),
     "columns": lambda: check_columns(
@@ -70,7 +65,6 @@ HEALTHY = {
     "cut": lambda: check_cut(1, 16, 256, masked=True),
     "memory": memory,
     "time": time,
-    "disk": disk,
 }
 
 
@@ -113,8 +107,6 @@ def test_a_healthy_run_passes_in_one_finding(name):
 
 
 ILL = [
-    ("schedule", "warn", "rollout.lag is 1", lambda: check_schedule(Schedule.of(config(lag=1), 80))),
-    ("schedule", "warn", "groups of 2", lambda: check_schedule(Schedule.of(config(num_generations=2), 80))),
     ("sampling", "fail", "rollout.top_k is 1: all 8 completions", lambda: check_sampling(config(top_k=1))),
     ("sampling", "fail", "temperature is 0.01: all 8", lambda: check_sampling(config(temperature=0.01))),
     ("sampling", "warn", "rollout.temperature is 0.1", lambda: check_sampling(config(temperature=0.1))),
@@ -221,8 +213,6 @@ ILL = [
     ("memory", "warn", "7 bytes on top while a checkpoint", lambda: memory(passes=85, copy=7)),
     ("time", "warn", "rewards take 53% of a step", lambda: time(phases={"generate": 8.0, "reward": 9.0})),
     ("time", "warn", "11 d 13 h in all", lambda: time(steps=10**5)),
-    ("disk", "fail", "grows to 370 bytes; 300 bytes free (3 x 100", lambda: disk(free=300)),
-    ("disk", "warn", "grows to 370 bytes; 400 bytes free", lambda: disk(free=400)),
 ]
 
 
@@ -259,6 +249,5 @@ def test_costs_by_hand():
     assert memory()[0].numbers["needed"] == 60  # the pass is larger than gradients and cache
     assert memory(cache=55)[0].numbers["needed"] == 10 + 55
     numbers = time()[0].numbers
-    assert (numbers["step"], numbers["run"]) == (10.0, 600.0 + 60.0 + 3.0)
+    assert (numbers["step"], numbers["run"]) == (10.0, 600.0 + 60.0)
     assert time(lag=1)[0].numbers["step"] == 7.0  # sampling and scoring hide the update
-    assert disk()[0].numbers["needed"] == 370

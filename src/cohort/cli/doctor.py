@@ -28,7 +28,7 @@ def doctor(
     gpu: bool = False,
     device: Annotated[str, Parameter(show=False)] = "cuda",
 ) -> int:
-    """Check a run before it starts: data, prompts, rewards, a first rollout, memory, time and disk. Or check the GPU.
+    """Check a run before it starts: data, prompts, rewards, a first rollout, memory and time. Or check the GPU.
 
     Args:
         arguments: The settings, as for 'cohort train'.

@@ -1,9 +1,8 @@
-"""What a run will cost: memory, time and disk, predicted from measured pieces. Every number is an estimate.
+"""What a run will cost: memory and time, predicted from measured pieces. Every number is an estimate.
 
 memory  free now, with the optimizer's state allocated, against the larger of two peaks: the longest pass of the update
         (tried before the run, gradients included), and the keys and values of a full rollout
-time    phases of a step measured on the first prompts, times the steps; evaluations by their completions; checkpoints
-disk    bytes of the tensors that a checkpoint stores, times the checkpoints that are kept; completions as measured
+time    phases of a step measured on the first prompts, times the steps; evaluations by their completions
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from cohort.doctor.finding import Check, Finding, size
 from cohort.report.words import duration
 
-NEAR_MEMORY, NEAR_DISK = 0.8, 0.9
-"""Shares of the free memory and disk that are close to all of it: predictions of memory were off by up to 15%."""
+NEAR_MEMORY = 0.8
+"""The share of the free memory that is close to all of it: predictions were off by up to 15%."""
 SLOW_REWARDS = 0.5
 LONG_RUN = 7 * 86400
 
@@ -76,9 +75,6 @@ class Time:
     evaluation: float
     """Of one evaluation."""
     evaluations: int
-    checkpoint: float
-    """Of writing one checkpoint."""
-    checkpoints: int
     lag: int = 0
     """``rollout.lag``: sampling and scoring run beside the training."""
 
@@ -91,8 +87,8 @@ class Time:
 
     @property
     def run(self) -> float:
-        """Of the whole run, without its start."""
-        return self.step * self.steps + self.evaluation * self.evaluations + self.checkpoint * self.checkpoints
+        """Of the whole run, without its start and its checkpoints."""
+        return self.step * self.steps + self.evaluation * self.evaluations
 
 
 def check_time(time: Time, prompts: int) -> list[Finding]:
@@ -105,18 +101,10 @@ def check_time(time: Time, prompts: int) -> list[Finding]:
     phases = {name: seconds for name, seconds in time.phases.items() if seconds > 0}
     check = Check("time", {"step": time.step, "run": time.run, **{f"step/{name}": s for name, s in phases.items()}})
     words = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items())
-    more = [
-        f"{_count(count, noun)} of {duration(each)}"
-        for count, noun, each in (
-            (time.evaluations, "evaluation", time.evaluation),
-            (time.checkpoints, "checkpoint", time.checkpoint),
-        )
-        if count
-    ]
-    found = (
-        f"estimate from {prompts} prompts: {duration(time.step)} a step ({words}); {_count(time.steps, 'step')}, "
-        f"{', '.join(more)}: {duration(time.run)} in all. Longer completions take longer"
-    )
+    found = f"estimate from {prompts} prompts: {duration(time.step)} a step ({words}); {_count(time.steps, 'step')}"
+    if time.evaluations:
+        found += f", {_count(time.evaluations, 'evaluation')} of {duration(time.evaluation)}"
+    found += f": {duration(time.run)} in all. Longer completions take longer"
     total = sum(phases.values())
     if total and phases.get("reward", 0.0) > SLOW_REWARDS * total and not time.lag:
         check.warn(
@@ -130,60 +118,6 @@ def check_time(time: Time, prompts: int) -> list[Finding]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """Bytes in the run folder."""
-
-    free: int | None
-    checkpoint: int
-    kept: int
-    """Checkpoints at the same time: one more than the limit while one is written."""
-    models: int
-    """Of best/ and merged/."""
-    completions: int
-    """Of all stored completions of the run, with its evaluations."""
-
-    @property
-    def needed(self) -> int:
-        """Of the run folder at its largest."""
-        return self.checkpoint * self.kept + self.models + self.completions
-
-
-def check_disk(disk: Disk) -> list[Finding]:
-    """The predicted size of the run folder against the free space."""
-    check = Check("disk", {"needed": disk.needed, "free": disk.free, "checkpoint": disk.checkpoint})
-    free = "unknown" if disk.free is None else size(disk.free)
-    stored = f", completions {size(disk.completions)}" if disk.completions else ""
-    found = (
-        f"estimate: the run folder grows to {size(disk.needed)}; {free} free ({disk.kept} x {size(disk.checkpoint)} "
-        f"checkpoints{stored})"
-    )
-    advice = "set run.save_total_limit, raise run.save_steps, or choose another run.output_dir"
-    if disk.free is not None and disk.needed > disk.free:
-        check.fail(found, advice)
-    elif disk.free is not None and disk.needed > NEAR_DISK * disk.free:
-        check.warn(found, advice)
-    return check.findings(found)
-
-
-def times_due(steps: int, every: int) -> int:
-    """How often something happens that is due every ``every`` steps (0: never) and at the end.
-
-    >>> times_due(120, 50), times_due(100, 50), times_due(100, 0)
-    (3, 2, 1)
-    """
-    return (steps // every if every else 0) + (1 if not every or steps % every else 0)
-
-
-def kept_of(written: int, limit: int | None, exempt: int) -> int:
-    """Checkpoints that are there at a time: the limit, the one that is being written, and those exempt from the limit.
-
-    >>> kept_of(9, None, 0), kept_of(9, 2, 0), kept_of(9, 2, 3), kept_of(1, 2, 0)
-    (9, 3, 6, 1)
-    """
-    return written if limit is None else min(written, limit + 1 + exempt)
 
 
 def rounds_expected(live_share: float, most: int) -> float:

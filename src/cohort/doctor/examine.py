@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import ceil
 
 from cohort.doctor import known
 from cohort.doctor.agreement import check_reference, check_sampler
 from cohort.doctor.answers import LOOKED_AT, check_answers, try_answers
-from cohort.doctor.cost import check_disk, check_time, rounds_expected
+from cohort.doctor.cost import Time, check_time, rounds_expected
 from cohort.doctor.finding import Finding, Status, skipped
 from cohort.doctor.known import CHECKS, Run, Trainer
-from cohort.doctor.predict import costs_of
 from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
 from cohort.doctor.trial import Trial, try_run
 from cohort.errors import CohortError, ConfigError, did_you_mean
@@ -20,7 +20,7 @@ from cohort.runs.output import output_folder
 from cohort.train.check import CACHED, MAX_SAMPLER_GAP, SERVED
 from cohort.types import FinishReason
 
-OF_ROLLOUT = ("sampler", "reference", "signal", "rewards", "duplicates", "cut", "time", "disk")
+OF_ROLLOUT = ("sampler", "reference", "signal", "rewards", "duplicates", "cut", "time")
 NAMES = ("folder", *CHECKS, "answers", *OF_ROLLOUT)
 """Every check that can be left out, in order."""
 ENDED_BY = {
@@ -144,5 +144,21 @@ def _of_trial(run: Run, trial: Trial) -> Mapping[str, list[Finding]]:
         "duplicates": check_distinct(distinct, size),
         "cut": check_cut(cut, len(completions), limit, masked=objective.truncated == "mask", no_signal=no_signal),
     }
-    time, disk = costs_of(run, trial, rounds_expected(1 - dead, rounds))
-    return found | {"time": check_time(time, len(trial.rollout.sampled)), "disk": check_disk(disk)}
+    time = _time_of(run, trial, rounds_expected(1 - dead, rounds))
+    return found | {"time": check_time(time, len(trial.rollout.sampled))}
+
+
+def _time_of(run: Run, trial: Trial, rounds: float) -> Time:
+    """The pieces of the prediction of time, with so many calls of the engine per step."""
+    config, steps, sampling = run.config, run.schedule.steps, ("generate", "reward")
+    each = sum(trial.seconds[name] for name in sampling)
+    each /= config.rollout.prompts_per_step * config.rollout.num_generations
+    sets = run.parts.evaluator.sets.values() if run.parts.evaluator else ()
+    every = config.eval.eval_steps
+    return Time(
+        phases=trial.seconds | {name: trial.seconds[name] * rounds for name in sampling},
+        steps=steps,
+        evaluation=each * sum(map(len, sets)) * config.eval.num_generations_eval,
+        evaluations=(ceil(steps / every) if every else 1) + config.eval.eval_on_start if sets else 0,
+        lag=config.rollout.lag,
+    )

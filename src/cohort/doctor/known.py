@@ -19,7 +19,7 @@ from cohort.data.chat import ANSWER, SENTINEL, USER, render
 from cohort.doctor.cost import Memory, check_memory
 from cohort.doctor.finding import Check, Finding
 from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
-from cohort.doctor.settings import check_optimizer, check_sampling, check_schedule
+from cohort.doctor.settings import check_optimizer, check_sampling
 from cohort.environments import Acting
 from cohort.errors import RunFolderError
 from cohort.lock import is_written
@@ -65,7 +65,7 @@ class Run:
     schedule: Schedule
     config: GRPOConfig
     folder: Path
-    """Where it will write; only the check ``folder`` and the predictions look at it."""
+    """Where it will write; only the check ``folder`` looks at it."""
 
     @classmethod
     def of(cls, trainer: Trainer, folder: Path = Path()) -> Run:
@@ -175,11 +175,6 @@ def turn_end(tokenizer: Any) -> tuple[int, str] | None:
     return next(((number, tokenizer.convert_ids_to_tokens(number)) for number in found), None)
 
 
-def schedule(run: Run) -> list[Finding]:
-    """See ``check_schedule``."""
-    return check_schedule(run.schedule)
-
-
 def sampling(run: Run) -> list[Finding]:
     """See ``check_sampling``."""
     return check_sampling(run.config)
@@ -248,8 +243,10 @@ def folder(run: Run) -> list[Finding]:
         else:
             check.fail(str(error), "choose another run.output_dir, or go on with the run that is there")
     else:
-        if not os.access(existing_parent(path), os.W_OK):
-            check.fail(f"{existing_parent(path)} cannot be written", "choose another run.output_dir")
+        whole = path.expanduser().absolute()
+        parent = next(one for one in (whole, *whole.parents) if one.exists())
+        if not os.access(parent, os.W_OK):
+            check.fail(f"{parent} cannot be written", "choose another run.output_dir")
     return check.findings(f"{path} is free")
 
 
@@ -262,14 +259,8 @@ def _can_go_on(path: Path) -> bool:
     return not is_written(path)
 
 
-def existing_parent(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
-    path = path.expanduser().absolute()
-    return next(one for one in (path, *path.parents) if one.exists())
-
-
 CHECKS: Mapping[str, Callable[[Run], list[Finding]]] = {
-    one.__name__: one for one in (columns, prompts, lengths, text, ends, schedule, sampling, optimizer, memory)
+    one.__name__: one for one in (columns, prompts, lengths, text, ends, sampling, optimizer, memory)
 }
 """The checks that need no sampling, by name."""
 

@@ -1,8 +1,8 @@
-"""Checks of settings against each other: the schedule, the sampling, the optimizer."""
+"""Checks of settings against each other: the sampling, the optimizer."""
 
 from __future__ import annotations
 
-from cohort.config import GRPOConfig, Schedule
+from cohort.config import GRPOConfig
 from cohort.doctor.finding import Check, Finding
 from cohort.rollout import Sampling
 
@@ -12,25 +12,6 @@ ADAPTER_RATE = 3e-6
 """Adapters need about ten times the learning rate of all weights, for which the default (1e-6) is made."""
 HIGH_RATES = ((10**8, 1e-4), (10**6, 1e-3), (0, 1e-2))
 """Numbers of trained parameters, and the learning rate above which most models with at least so many are destroyed."""
-
-
-def check_schedule(schedule: Schedule) -> list[Finding]:
-    """The batch arithmetic in words; groups of two, and a lag that the objective does not see."""
-    check = Check("schedule", {"steps": schedule.steps, "updates": schedule.updates})
-    if schedule.config.rollout.num_generations == 2 and schedule.objective.group_relative:
-        check.warn(
-            "groups of 2: a prompt teaches only if one completion is better than the other. Of prompts that the policy "
-            "solves half of the time, half teach nothing",
-            "raise rollout.num_generations to 8: then 1 in 128 of these prompts teaches nothing",
-        )
-    objective, lag = schedule.objective, schedule.config.rollout.lag
-    if lag and objective.ratio_anchor != "sampler" and not objective.mismatch:
-        check.warn(
-            f"rollout.lag is {lag}: a step trains on what older weights have drawn, and nothing in the objective looks "
-            "at the difference",
-            "set objective.mismatch (see 'cohort docs scale'), or rollout.lag to 0",
-        )
-    return check.findings(schedule.describe().removeprefix("schedule: "))
 
 
 def check_sampling(config: GRPOConfig) -> list[Finding]:

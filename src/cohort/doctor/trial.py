@@ -4,9 +4,7 @@ with the same keys: with no more than 16 prompts per step, the first groups are 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +15,9 @@ from cohort.doctor.known import Run
 from cohort.rollout import RNGKey, Sampling, Watch
 from cohort.train import (
     NonFinite,
-    Part,
     Rollout,
     StepContext,
+    UpdateResult,
     active_part,
     lay_out,
     part_of,
@@ -31,10 +29,8 @@ from cohort.train.check import CHECKED_COMPLETIONS, sampler_gap
 from cohort.train.clock import PhaseClock
 from cohort.train.loop import with_advantages_and_logps
 from cohort.train.metrics import policy_movement
-from cohort.train.progress import Updates
 from cohort.train.ranks import update_engine
 from cohort.train.sample import trainer_state
-from cohort.train.store import step_table
 from cohort.types import TokenBatch
 
 PROMPTS = 16
@@ -58,8 +54,6 @@ class Trial:
     """Largest |difference of log-probs| of policy and reference; None without a reference."""
     problem: str
     """Why the update could not be made; empty if it was."""
-    table: Any
-    """The completions of the first step, as the run would store them."""
 
 
 def count_of(config: GRPOConfig, available: int) -> int:
@@ -105,8 +99,8 @@ def try_run(run: Run) -> Trial:
     batch = lay_out(rollouts[0].used_groups, parts.policy.device, context.repetition_penalty)
     gap = sampler_gap(context, batch)
     reference_gap = _reference_gap(context, batch)
-    of_update, problem, table = _time_update(run, context, batch, rollouts[0])
-    return Trial(whole, seconds | of_update, gap, reference_gap, problem, table)
+    of_update, problem = _time_update(run, context, batch, rollouts[0])
+    return Trial(whole, seconds | of_update, gap, reference_gap, problem)
 
 
 def _warm_up(run: Run) -> None:
@@ -139,11 +133,8 @@ def _reference_gap(context: StepContext, batch: TokenBatch) -> float | None:
     return float((known[0] - known[1]).abs().max()) if len(known) == 2 and part.num_tokens else None
 
 
-def _time_update(
-    run: Run, context: StepContext, batch: TokenBatch, rollout: Rollout
-) -> tuple[dict[str, float], str, Any]:
-    """Seconds of the phases after sampling in a step of the run, why the update could not be made, and the table of the
-    completions.
+def _time_update(run: Run, context: StepContext, batch: TokenBatch, rollout: Rollout) -> tuple[dict[str, float], str]:
+    """Seconds of the phases after sampling in a step of the run, and why the update could not be made.
 
     The timed update gives every completion an advantage, because the few groups of a trial may all have equal rewards.
     A step takes the share of that time that its completions with an advantage have of the tokens.
@@ -159,31 +150,19 @@ def _time_update(
     scale = config.rollout.prompts_per_step / len(rollout.sampled)
     minibatches = split_minibatches(batch, max(1, round(context.objective.minibatches / scale)))
 
-    start = time.perf_counter()
-    updates, problem = _update(context, batch, minibatches[:1])
-    seconds = (time.perf_counter() - start) * len(minibatches)
-    if seconds < QUICK and not problem:
-        start = time.perf_counter()
-        updates, problem = _update(context, batch, minibatches)
-        seconds = time.perf_counter() - start
-    table = step_table(context, 1, rollout, batch, updates, len(minibatches), range(len(rollout.sampled)))
-    if problem:
-        return {}, problem, table
+    for parts in (minibatches[:1], minibatches):
+        start, results = time.perf_counter(), list[UpdateResult]()
+        for minibatch in parts:
+            outcome = context.within_memory(update, batch, minibatch)
+            if isinstance(outcome, NonFinite):
+                return {}, outcome.message
+            results.append(outcome)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) * len(minibatches) / len(parts)
+        if seconds >= QUICK:
+            break
     with clock("measure"):
-        policy_movement(context, batch, updates.results, config.report.update_kl_completions)
+        policy_movement(context, batch, results, config.report.update_kl_completions)
     found = {"logps": clock.seconds["logps"] * scale, "measure": clock.seconds["measure"]}
-    return found | {"update": seconds * scale * live * config.objective.num_iterations}, "", table
-
-
-def _update(context: StepContext, batch: TokenBatch, minibatches: Sequence[Part]) -> tuple[Updates, str]:
-    """Make one update per minibatch; the reason if one could not be made."""
-    updates = Updates(context.policy.version)
-    updates.share(batch)
-    for minibatch in minibatches:
-        outcome = context.within_memory(update, batch, minibatch)
-        updates.ended(outcome)
-        if isinstance(outcome, NonFinite):
-            return updates, outcome.message
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return updates, ""
+    return found | {"update": seconds * scale * live * config.objective.num_iterations}, ""
