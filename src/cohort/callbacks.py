@@ -32,6 +32,7 @@ from cohort.report.console.tail import Tail
 from cohort.report.diagnosis import Diagnosis, Finding
 from cohort.rewards.scores import Scores
 from cohort.runs.generators import preserved
+from cohort.state import kept
 from cohort.train.ahead import Ahead
 from cohort.train.rollout import Rollout
 from cohort.types import Group, TokenBatch
@@ -245,7 +246,7 @@ class Callbacks:
             if failure and name != "on_end":
                 break
             try:
-                with self._generators_kept(callback):
+                with self._generators_kept(callback), kept(getattr(callback, name)):
                     getattr(callback, name)(trainer, event)
             except Exception as error:
                 step = f" of step {event.step}" if hasattr(event, "step") else ""

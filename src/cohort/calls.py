@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from cohort.state import kept, kept_on_loop
 from cohort.workers import CallFailed, Workers, describe_error, traceback_of
 
 POLL_SECONDS = 0.1
@@ -87,7 +88,8 @@ def recorded(function: Callable[..., Any], logs: Collection[str] = ()) -> Callab
 
 def _call_plain(function: Callable[..., Any], logs: Collection[str], /, **arguments: Any) -> Call:
     call, start = Call(), time.perf_counter()
-    returned = function(**call.arguments(arguments, logs))
+    with kept(function):
+        returned = function(**call.arguments(arguments, logs))
     if inspect.isawaitable(returned):
         returned = run_on_loop(_without_exit(returned)).result()
     call.returned = copied(returned)  # a function may use the list again that it returns
@@ -98,7 +100,8 @@ def _call_plain(function: Callable[..., Any], logs: Collection[str], /, **argume
 async def _call_async(function: Callable[..., Any], logs: Collection[str], /, **arguments: Any) -> Call:
     call, start, own = Call(), time.perf_counter(), os.getpid()
     try:
-        call.returned = copied(await function(**call.arguments(arguments, logs)))
+        with kept_on_loop(function):
+            call.returned = copied(await function(**call.arguments(arguments, logs)))
     finally:
         end_fork(own)
     call.seconds = time.perf_counter() - start
@@ -151,7 +154,8 @@ class Settled(Future[Any]):
         """The outcome of a call that is made now."""
         own = os.getpid()
         try:
-            return cls(function(*arguments, **named))
+            with kept(partial_layers(function)[-1]):
+                return cls(function(*arguments, **named))
         except KeyboardInterrupt:
             raise
         except BaseException as error:

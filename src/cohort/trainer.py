@@ -33,8 +33,10 @@ from cohort.runs.generators import set_seed
 from cohort.runs.models import save_merged, save_model
 from cohort.runs.output import Beginning, Resume, closed_on_error, closing, find_folder, log_to
 from cohort.runs.starts import Start
+from cohort.state import check_state
 from cohort.train import Adaptive, Companion, Optimizer, TrainerParts, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
+from cohort.train.first_save import FirstSave
 from cohort.train.inputs import checked_rewards, checked_settings, chosen_model, load_rows, model_name
 from cohort.train.record import recorded
 from cohort.train.requests import Requests
@@ -138,6 +140,7 @@ class GRPOTrainer:
     ) -> None:
         """Check everything, from cheap to expensive, then load the model. Exchanges nothing between ranks."""
         config = self.args
+        check_state()
         if config.run.deterministic:
             use_deterministic_algorithms(resolve_device(config.model.device))
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
@@ -259,6 +262,7 @@ class GRPOTrainer:
         """
         if self.folder is not None:
             raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
+        check_state()
         folder, beginning = self._found or find_folder(self.recorded, self.world, resume, allow_changed)
         with closed_on_error(folder):
             if beginning is Beginning.COMPLETE:
@@ -294,6 +298,7 @@ class GRPOTrainer:
             best=Best(self.args.eval, self.evaluator.fingerprint(metric) if self.evaluator and metric else ""),
             tokenizer=self.tokenizer,
             facts=self._facts,
+            first_save=FirstSave(self.policy, self.args.model, is_wanted=self.args.report.check_saved),
             layout=self.layout,
             requests=self._requests,
             rollout_scored=self._callbacks.rollout,

@@ -637,10 +637,16 @@ def test_settings_that_are_not_known_take_another_path(settings, word):
     assert word in backend.description
 
 
-def test_a_model_that_computes_something_else_is_found_out():
+def test_a_model_that_computes_something_else_is_found_out(monkeypatch):
     policy = policy_of("mistral window, ratio 4")
-    attention = policy.model.model.layers[0].self_attn
-    attention.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
+    kind = type(policy.model.model.layers[0].self_attn)
+    forward = kind.forward
+
+    def more(self, *given, **named):
+        output = forward(self, *given, **named)
+        return (output[0] * 1.5, *output[1:])
+
+    monkeypatch.setattr(kind, "forward", more)
     backend = engine_of(policy).backend
     assert isinstance(backend, StaticBackend)
     assert "off by" in backend.description

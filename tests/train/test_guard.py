@@ -12,7 +12,7 @@ from cohort.errors import NonFiniteError, Stopped
 from cohort.objective import PRESETS
 from cohort.report.rollouts import StoredStep
 from cohort.train import NonFinite, NonFiniteLog, check_finite, part_of, update
-from cohort.train.check import check_sampler_gap
+from cohort.train.check import sampler_gap
 from tests.conftest import tiny_llama
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of
 from tests.train.updates import all_sequences, batch_for, context_for, segments_of
@@ -174,7 +174,7 @@ def test_logits_that_overflow_are_not_called_a_gap(float64_policy):
     with torch.no_grad():
         float64_policy.model.lm_head.weight.mul_(1e308)
     with pytest.raises(NonFiniteError, match="log-probability is nan at token 1 of "):
-        check_sampler_gap(context_for(float64_policy, PAPER), batch)
+        sampler_gap(context_for(float64_policy, PAPER), batch)
 
 
 def test_a_run_stops_after_several(tmp_path, demo_tokenizer, monkeypatch):

@@ -95,19 +95,39 @@ def test_with_one_update_per_rollout_all_ratios_are_1(run):
         assert abs(metrics["sampler/kl_k1_drift"]) < 1e-5
 
 
-@pytest.mark.parametrize("gap", [0.2, math.nan])
-def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(demo_tokenizer, tmp_path, monkeypatch, gap):
+@pytest.mark.parametrize("gap", [0.02, math.nan])  # float32 explains 0.01
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}, {"dropout": True}])
+def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(
+    demo_tokenizer, tmp_path, monkeypatch, gap, settings
+):
+    """The update's own log-probs show it; with several updates the old ones, and with dropout a pass without it."""
     shift_sampler_logps(monkeypatch, lambda: gap)
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2)
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, **settings)
     before = weights_of(trainer.policy)
     with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
         trainer.train()
     assert equal(weights_of(trainer.policy), before)
 
 
-def test_a_small_gap_does_not_stop_the_run(demo_tokenizer, tmp_path, monkeypatch):
-    shift_sampler_logps(monkeypatch, lambda: 0.01)
-    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1).train()
+@pytest.mark.parametrize(("gap", "precision"), [(0.009, "float32"), (0.05, "bfloat16")])
+def test_a_small_gap_does_not_stop_the_run(demo_tokenizer, tmp_path, monkeypatch, gap, precision):
+    shift_sampler_logps(monkeypatch, lambda: gap)
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, precision=precision).train()
+    assert metrics_of(tmp_path / "run")[-1]["sampler/gap"] == pytest.approx(gap, rel=0.4)
+
+
+def test_no_pass_is_made_for_the_gap(demo_tokenizer, tmp_path, monkeypatch):
+    passes = []
+    monkeypatch.setattr("cohort.train.loop.policy_logps", lambda *_: passes.append(1))
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2).train()
+    assert not passes
+
+
+def test_a_resumed_run_compares_again(demo_tokenizer, tmp_path, monkeypatch):
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, save_steps=1).train()
+    shift_sampler_logps(monkeypatch, lambda: 0.02)
+    with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
+        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, save_steps=1).train(resume=True)
 
 
 # The reference --------------------------------------------------------------------------------------------------------

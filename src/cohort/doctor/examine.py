@@ -17,7 +17,7 @@ from cohort.errors import CohortError, ConfigError, did_you_mean
 from cohort.presets.parts import DynamicSampling
 from cohort.report import diagnosis
 from cohort.runs.output import output_folder
-from cohort.train.check import CACHED, MAX_SAMPLER_GAP, SERVED
+from cohort.train.check import CACHED, SERVED, most_gap
 from cohort.types import FinishReason
 
 OF_ROLLOUT = ("sampler", "reference", "signal", "rewards", "duplicates", "cut", "time")
@@ -117,6 +117,7 @@ def _of_trial(run: Run, trial: Trial) -> Mapping[str, list[Finding]]:
     config, objective, scores = run.config, run.parts.objective, trial.rollout.sampled_scores
     precision = str(run.parts.policy.precision.compute).removeprefix("torch.")
     shared = run.parts.engine.capabilities.shared_weights
+    most = most_gap(run.parts.policy, shared_weights=shared)
     size = config.rollout.num_generations
     rewards = scores.rewards_S.tolist()
     completions = [one for one in trial.rollout.completions if one.finish_reason.usable]
@@ -137,7 +138,7 @@ def _of_trial(run: Run, trial: Trial) -> Mapping[str, list[Finding]]:
     dead = signal[0].numbers.get("dead_share") or 0.0
     no_signal = any(one.status is Status.FAIL for one in signal)
     found = {
-        "sampler": check_sampler(trial.sampler_gap, MAX_SAMPLER_GAP, precision, CACHED if shared else SERVED),
+        "sampler": check_sampler(trial.sampler_gap, most, precision, CACHED if shared else SERVED),
         "reference": check_reference(trial.reference_gap, precision),
         "signal": signal,
         "rewards": check_rewards(by_function, weights),

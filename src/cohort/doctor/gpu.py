@@ -36,7 +36,7 @@ from cohort.rollout.vllm.own_server import OwnServer, interpreter
 from cohort.rollout.vllm.transports import transport_of
 from cohort.runs.facts import machine, versions
 from cohort.train import NonFinite, Optimizer, StepContext, TokenBudget, lay_out, part_of, update
-from cohort.train.check import CACHED, MAX_SAMPLER_GAP, sampler_gap
+from cohort.train.check import CACHED, most_gap, sampler_gap
 from cohort.types import Prompt, TokenBatch
 
 REPORT = "open an issue with all lines of this output"
@@ -117,7 +117,7 @@ def attention_errors(
     ``COMPARED``; 0 for what there is none of. Keys and values of prompts are float32 leaves, as in training."""
     generator, results = torch.Generator().manual_seed(0), []
     shapes = [(heads, sum(SEQUENCES), WIDTH) for heads in (4, 2, 2)] + [(2, sum(PROMPTS), WIDTH)] * 2 + [(4,)]
-    made = [torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes]
+    made = [torch.randn(shape, dtype=torch.float32, generator=generator).bfloat16().to(device) for shape in shapes]
     layout = Layout(SEQUENCES, device, of, PROMPTS if of else ())
     for own, others in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):  # in float64: the formula
         dtypes = [own] * 3 + [others] * 3
@@ -157,7 +157,7 @@ def check_decode(device: torch.device) -> list[Finding]:
     batch, spent = drawn(context)
     steps = context.sampling.max_completion_length / spent
     speed = {"steps_per_second": steps, "tokens_per_second": batch.num_tokens / spent}
-    (found,) = check_sampler(sampler_gap(context, batch), MAX_SAMPLER_GAP, "bfloat16", CACHED)
+    (found,) = check_sampler(sampler_gap(context, batch), most_gap(context.policy), "bfloat16", CACHED)
     text = f"{found.found}; {steps:,.0f} steps/s of {batch.num_sequences} rows, 4 layers"
     return [replace(found, check="decode", found=text, numbers={**found.numbers, **speed})]
 
@@ -188,8 +188,8 @@ def check_update(device: torch.device) -> list[Finding]:
 
 def check_speed(device: torch.device) -> list[Finding]:
     """Launches, products, copies, peak memory so far. Warns if a GPU is no faster in bfloat16 than in float32."""
-    side, one = 8192 if device.type == "cuda" else 512, torch.zeros(1, device=device)
-    single = torch.randn(side, side, device=device)
+    side, one = 8192 if device.type == "cuda" else 512, torch.zeros(1, dtype=torch.float32, device=device)
+    single = torch.randn(side, side, dtype=torch.float32, device=device)
     half, other = single.bfloat16(), torch.empty_like(single)
     found = {
         "launch_us": 1e6 * seconds(partial(one.add_, 1), 1000),

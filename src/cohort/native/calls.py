@@ -59,7 +59,7 @@ def room(numbers: int) -> Tensor:
     fresh memory would be mapped at each call."""
     held: Tensor | None = getattr(_LOCAL, "room", None)
     if held is None or len(held) < numbers:
-        held = _LOCAL.room = torch.empty(numbers)
+        held = _LOCAL.room = torch.empty(numbers, dtype=torch.float32)
     return held
 
 

@@ -102,7 +102,7 @@ def completion_advantages(objective: Objective, outcomes: Outcomes) -> Tensor:
     baseline, scale = objective.baseline, objective.scale
     if objective.reward_aggregation != "sum_then_normalize":
         rewards_SK = _needed(outcomes.by_function_SK, "by_function_SK", objective.reward_aggregation)
-        weights_K = torch.ones(rewards_SK.shape[1]) if outcomes.weights_K is None else outcomes.weights_K
+        weights_K = rewards_SK.new_ones(rewards_SK.shape[1]) if outcomes.weights_K is None else outcomes.weights_K
         rewards_SK = rewards_SK.masked_fill(~_chosen(objective, outcomes, outcomes.rewards_S)[:, None], torch.nan)
         over_batch, weights_K = objective.reward_aggregation == "normalize_sum_normalize", weights_K.to(rewards_SK)
         return combined_advantages(

@@ -114,7 +114,7 @@ def token_statistics(objective: Objective, tokens: UpdateTokens) -> TokenStatist
     if tokens.ref_logps_N is not None:
         sums |= _kl_sums(objective, tokens, tokens.ref_logps_N)
         gaps["kl_gap"] = (tokens.ref_logps_N - tokens.logps_N).abs()
-    maxima = {name: gap_N.max() if gap_N.numel() else torch.tensor(0.0) for name, gap_N in gaps.items()}
+    maxima = {name: gap_N.max() if gap_N.numel() else gap_N.new_zeros(()) for name, gap_N in gaps.items()}
     values = {"log_ratio": tokens.coefficients.log_ratio_N, "log_rho": log_rho_N, "entropy": tokens.entropy_N}
     return TokenStatistics(_floats(sums), _floats(maxima), {key: value.float().cpu() for key, value in values.items()})
 

@@ -1,6 +1,6 @@
 """A Hugging Face causal language model as a policy."""
 
-from cohort.policy.adapters import adapter_weights, add_adapters, has_adapters, merged
+from cohort.policy.adapters import adapter_weights, add_adapters, has_adapters, merged, trained_adapter
 from cohort.policy.compute import disable_dropout, enable_checkpointing
 from cohort.policy.context import context_length
 from cohort.policy.deferred import DeferredModel

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: new ones, saved ones, merging, and a reference that needs no second model."""
+"""Low-rank adapters through peft: new ones, saved ones, those of a model handed over, and merging."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from cohort.policy.files import ADAPTER_FILE, read_json_object
 from cohort.policy.float32_head import is_float32
 from cohort.policy.load import PEFT_ASKS, Precision, load_adapter, matrices, peft_library
 from cohort.policy.vision import untrained_modules
-
-TRAINED, REFERENCE = "default", "reference"
-"""Names of the trained adapter and of the reference's."""
 
 
 def has_adapters(model: Any) -> bool:
@@ -66,6 +63,37 @@ def add_adapters(
             parameter.data = parameter.data.to(precision.master)
     keep_in_compute_dtype(wrapped, precision)
     return wrapped
+
+
+def lora_of(path: str, config: LoraConfig) -> LoraConfig:
+    """The settings of adapters for a model of a folder: if the folder is an adapter's, that adapter is trained on.
+
+    Raises:
+        ModelError: the settings ask for another one.
+    """
+    file = Path(path).expanduser() / ADAPTER_FILE
+    if not file.exists():
+        return config
+    there, unset = read_json_object(file), LoraConfig()
+    known: dict[str, Any] = {
+        "rank": there.get("r"),
+        "alpha": there.get("lora_alpha"),
+        "dropout": there.get("lora_dropout"),
+    }
+    known["variant"] = "dora" if there.get("use_dora") else "rslora" if there.get("use_rslora") else "lora"
+    for name in ("target_modules", "modules_to_save"):
+        listed = there.get(name) or ()
+        known[name] = (listed,) if isinstance(listed, str) else tuple(listed)
+    for name, value in [*known.items(), ("adapter", path)]:
+        wanted = getattr(config, name)
+        same = set(wanted) == set(value) if isinstance(wanted, tuple) else wanted == value
+        if wanted != getattr(unset, name) and not same:
+            raise ModelError(
+                f"model.path {path} is an adapter, which is trained on, and its {name} is {value!r}; model.lora.{name} "
+                f"is {wanted!r}: unset it, or merge the adapter into its model first (cohort export {path} FOLDER) and "
+                "set model.path to that folder, for a new adapter"
+            )
+    return config.model_copy(update={"adapter": path})
 
 
 def _saved(model: nn.Module, adapter: str, precision: Precision, *, allow_pickled_weights: bool) -> Any:
@@ -181,7 +209,7 @@ def _can_be_narrow(embedding: nn.Embedding, precision: Precision) -> bool:
     weight = embedding.weight.detach()
     same = all(torch.equal(part.to(precision.compute).to(part.dtype), part) for part in weight.split(4096))
     # Some multiply by a factor in the weight's dtype. This row's numbers have no zeros at the end.
-    row = torch.linspace(-1, 1, embedding.embedding_dim, device=weight.device).to(precision.compute)
+    row = torch.linspace(-1, 1, embedding.embedding_dim, dtype=precision.compute, device=weight.device)
     rows = [row.to(dtype).expand_as(weight) for dtype in (precision.compute, precision.master)]
     ids = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
     try:
@@ -191,21 +219,66 @@ def _can_be_narrow(embedding: nn.Embedding, precision: Precision) -> bool:
     return same and wide.dtype == precision.master and torch.equal(narrow.to(wide.dtype), wide)
 
 
-def is_untouched(model: Any) -> bool:
-    """Whether the adapters still add nothing."""
-    parameters = dict(model.named_parameters())
-    added = [parameter for name, parameter in parameters.items() if f"lora_B.{TRAINED}" in name]
-    copies = any(f"modules_to_save.{TRAINED}" in name for name in parameters)
-    return bool(added) and not copies and not any(bool(parameter.any()) for parameter in added)
+def trained_adapter(model: Any) -> str:
+    """The name of a model's active adapter, which is trained and saved.
+
+    Raises:
+        ModelError: several are active, or none.
+    """
+    active = list(model.active_adapters)
+    if len(active) != 1:
+        raise ModelError(
+            f"the given model has {len(active)} active adapters ({', '.join(active) or 'none'}) of "
+            f"{', '.join(model.peft_config)}, and a run trains and saves one: call model.set_adapter(NAME). "
+            "Merge the others into the model first, and save it: they are not part of a checkpoint"
+        )
+    return str(active[0])
 
 
-def add_reference_adapter(model: Any) -> None:
-    """Keep a copy of the trained adapter under another name. It needs the memory of an adapter, not of a model."""
-    peft = peft_library()
-    state = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
-    model.add_adapter(REFERENCE, model.peft_config[TRAINED])
-    peft.set_peft_model_state_dict(model, state, adapter_name=REFERENCE)
-    model.set_adapter(TRAINED)
+def check_given(model: Any) -> None:
+    """Check that what trains of a model with adapters that was handed over is what a checkpoint holds.
+
+    Raises:
+        ModelError: nothing trains, or a weight that is not saved with the active adapter does.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ModelError(
+            f"{type(model).__name__} was loaded by transformers with an adapter in it, which is neither trained nor "
+            "merged: load it with peft.AutoPeftModelForCausalLM.from_pretrained(..., is_trainable=True)"
+        )
+    if not has_adapters(model):
+        return
+    name = trained_adapter(model)
+    trainable = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    if not trainable:
+        raise ModelError(
+            f"no weight of the given model requires a gradient, so adapter {name!r} would not be trained: load it with "
+            "PeftModel.from_pretrained(..., is_trainable=True)"
+        )
+    if model.active_peft_config.is_prompt_learning:  # what is saved is computed from the weights
+        return
+    saved = {one.data_ptr() for one in adapter_weights(model).values()}
+    lost = [name for name, one in trainable.items() if one.data_ptr() not in saved]
+    if lost:
+        raise ModelError(
+            f"{len(lost)} weights of the given model require a gradient and are not part of its active adapter "
+            f"{name!r}, with which they would be saved, such as {lost[0]}: name their modules in modules_to_save of "
+            "the adapter, or call requires_grad_(False) on them"
+        )
+
+
+def adds_nothing(model: Any) -> bool:
+    """Whether only matrices of the active adapter are trained, and none of its products is other than 0: the policy is
+    the model without adapters. Not so of adapters that start as a part of the base weights (PiSSA, OLoRA, CorDA)."""
+    if not all("lora_" in name for name, one in model.named_parameters() if one.requires_grad):
+        return False
+    name, pairs = trained_adapter(model), []
+    for module in model.modules():
+        for kind in ("lora_", "lora_embedding_"):
+            a, b = (getattr(module, f"{kind}{part}", {}) for part in "AB")
+            if hasattr(module, "base_layer") and name in a and name in b:
+                pairs.append([getattr(one[name], "weight", one[name]) for one in (a, b)])
+    return bool(pairs) and all(not bool(a.any()) or not bool(b.any()) for a, b in pairs)
 
 
 def merged(model: Any) -> Any:
@@ -224,5 +297,5 @@ def merged(model: Any) -> Any:
 
 def adapter_weights(model: Any) -> dict[str, Any]:
     """The trained adapter's weights under the names of their file."""
-    weights: dict[str, Any] = peft_library().get_peft_model_state_dict(model, adapter_name=TRAINED)
+    weights: dict[str, Any] = peft_library().get_peft_model_state_dict(model, adapter_name=trained_adapter(model))
     return weights

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cohort.parallel.full import class_before_sharding
 from cohort.policy.mixers import FAMILIES as MIXERS
 from cohort.policy.mixers import Mixer, mixer_of
+from cohort.policy.narrow import changed_call
 from cohort.policy.parts import Experts, Gated, Joint, Linear, Norm, UnsupportedModel, need, need_window_of_type
 
 SHIFTED_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "qwen3_5_text", "vaultgemma"})
@@ -150,6 +151,8 @@ class Anatomy:
         Raises:
             UnsupportedModel: it is of another family, or has a part that is not known here.
         """
+        hooked = changed_call(model.modules())
+        need(not hooked, f"a {hooked} has a hook, or a forward function that was replaced")
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         config, body = model.config.get_text_config(), model.get_decoder()  # of a model that reads images, too
         family = config.model_type
@@ -350,7 +353,7 @@ def _window(attention: Any, config: Any) -> int | None:
 def _rotates_neighbours(attention: Any) -> bool:
     """See ``Anatomy.neighbours``; by what the function of the model's file does."""
     rotate_half = getattr(sys.modules[class_before_sharding(attention).__module__], "rotate_half", None)
-    return rotate_half is not None and rotate_half(torch.arange(4.0)).tolist() == [-1, 0, -3, 2]
+    return rotate_half is not None and rotate_half(torch.arange(4)).tolist() == [-1, 0, -3, 2]
 
 
 def _static_rotary(rotary: Any) -> Any:

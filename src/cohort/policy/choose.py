@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from cohort.policy.experts import own_experts
 from cohort.policy.float32_head import is_float32
 from cohort.policy.head import Head
 from cohort.policy.lean import LeanLayers
+from cohort.policy.narrow import changed_call
 from cohort.policy.parts import UnsupportedModel, need
 from cohort.policy.passes import Passes, PlainPasses, SharedPasses, base_of
 from cohort.policy.rows import PackedRows
@@ -31,6 +32,9 @@ TRIAL_PROMPTS = (7, 1, 4)
 TRIAL_TOKENS = 64
 """Length of the text on which training mode is compared with evaluation mode: experts drawn at random are the likeliest
 for most tokens."""
+SMALL, GRADIENT_SHARE = 2**16, 0.1
+"""Maximum numbers of a weight whose gradient a trial compares, and the share of its error that counts: it is a sum over
+all tokens and layers."""
 TRIAL_COMPLETIONS = ((0, 3), (0, 5), (1, 4), (2, 1))
 """The completions of a trial: the number of the prompt, and the length in tokens."""
 
@@ -41,7 +45,7 @@ def find_head(model: ComputeModel) -> Head | None:
     if not hasattr(base, "get_output_embeddings") or not hasattr(base, "get_decoder"):
         return None
     linear = base.get_output_embeddings()
-    if type(linear) is not nn.Linear:
+    if type(linear) is not nn.Linear or changed_call(outside_of_decoder(model.model)):
         return None
     config = base.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
@@ -49,6 +53,13 @@ def find_head(model: ComputeModel) -> Head | None:
     own_dtype = is_float32(linear)
     compute = torch.float32 if own_dtype else model.precision.compute
     return Head(linear, compute, multiplier, cap, native=not model.why_no_kernels(), own_dtype=own_dtype)
+
+
+def outside_of_decoder(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that do not belong to its decoder: the head, and what contains both."""
+    base: Any = base_of(model)
+    inside = set(base.get_decoder().modules()) if hasattr(base, "get_decoder") else set()
+    return [module for module in model.modules() if module not in inside]
 
 
 def choose_passes(model: ComputeModel) -> Passes:
@@ -118,18 +129,45 @@ def _candidates(model: ComputeModel) -> Iterator[Candidate[Passes]]:
 
 @torch.no_grad()
 def logit_gaps(passes: Passes, model: ComputeModel) -> Tensor:
-    """``relative_gaps`` to the model's own forward pass on a few random tokens, in the update's mode."""
+    """``relative_gaps`` to the model's own forward pass on a few random tokens, computed as in an update: in its mode,
+    with a graph. The last is that of the gradients of weights that are small or few, if the dtype is not narrow."""
     tokens = token_source(model)
     prompts = [tokens(length) for length in TRIAL_PROMPTS]
     completions = [tokens(length) for _, length in TRIAL_COMPLETIONS]
     rows = PackedRows.of([prompt for prompt, _ in TRIAL_COMPLETIONS], completions)
-    with model.training():
-        logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states)
-    expected = [
-        own_logits(model, [*prompts[prompt], *completion], len(completion) + 1)[:-1]
-        for (prompt, _), completion in zip(TRIAL_COMPLETIONS, completions, strict=True)
-    ]
-    return relative_gaps(logits_NV, torch.cat(expected))
+
+    def own() -> Tensor:
+        texts = [
+            own_logits(model, [*prompts[prompt], *completion], len(completion) + 1)[:-1]
+            for (prompt, _), completion in zip(TRIAL_COMPLETIONS, completions, strict=True)
+        ]
+        return torch.cat(texts)
+
+    with torch.enable_grad(), model.training(), model.compute(), model.gradients_in_place():
+        logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states).detach()
+    gaps_N = relative_gaps(logits_NV, own())
+    weights = [weight for weight in model.model.parameters() if weight.requires_grad and weight.numel() <= SMALL]
+    if not weights or model.precision.compute.itemsize < torch.float32.itemsize or model.stores_narrow:
+        return gaps_N
+    with torch.enable_grad(), model.compute():
+        expected = gradient(own(), weights)
+        with model.training():
+            found_NV = passes.head.logits(passes.hidden(passes.read(prompts, attached=True), rows).states)
+            found = gradient(found_NV, weights)
+    gap = (found - expected).norm() / expected.norm().clamp(min=1e-30)
+    return torch.cat([gaps_N, gap[None].to(gaps_N) * GRADIENT_SHARE])
+
+
+def gradient(logits_NV: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of fixed multiples of the logits with respect to weights, as one vector; zeros if there is none, as
+    of a reference."""
+    shape = logits_NV.shape
+    if not logits_NV.requires_grad:
+        return torch.zeros(sum(weight.numel() for weight in weights), dtype=logits_NV.dtype, device=logits_NV.device)
+    factors = torch.linspace(-1, 1, logits_NV.numel(), dtype=logits_NV.dtype, device=logits_NV.device).view(shape)
+    grads = torch.autograd.grad(torch.sum(logits_NV * factors.cos()), weights, allow_unused=True)
+    parts = [torch.zeros_like(weight) if grad is None else grad for weight, grad in zip(weights, grads, strict=True)]
+    return torch.cat([part.flatten().to(logits_NV) for part in parts])
 
 
 MAX_GAP = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from cohort.errors import ModelError
 from cohort.native import DTYPES, Unavailable, load
 from cohort.parallel.full import is_gathered
-from cohort.policy.adapters import TRAINED, has_adapters
+from cohort.policy.adapters import has_adapters
 from cohort.policy.device import kind_of
 from cohort.policy.experts import use_own_experts
 from cohort.policy.load import Precision
@@ -28,14 +28,12 @@ class ComputeModel:
         model: a transformers causal language model. It is not copied: training changes it.
         precision: the dtypes of weights and of matrix products.
         dropout: whether dropout stays on. False sets every dropout of the model to 0, the attention's included.
-        adapter: the adapter that is active in ``compute()``, for a model with adapters. None: no adapter.
+        adapters: whether the active adapter of a model with adapters is on in ``compute()``.
 
     The model is in evaluation mode; see ``training()``.
     """
 
-    def __init__(
-        self, model: Any, precision: Precision, *, dropout: bool = False, adapter: str | None = TRAINED
-    ) -> None:
+    def __init__(self, model: Any, precision: Precision, *, dropout: bool = False, adapters: bool = True) -> None:
         self.model = model.eval()
         self.device = torch.device(next(model.parameters()).device)
         """Where passes compute. Weights that the ranks divide may lie elsewhere later (``parallel.offload``)."""
@@ -49,7 +47,7 @@ class ComputeModel:
         """Whether passes on CUDA compile what lies between the products of layers, where that works."""
         self.adds_gradients = False
         """See ``gradients_in_place``."""
-        self._adapter = adapter
+        self._adapters_off = not adapters and has_adapters(model)
         if not dropout:
             disable_dropout(model)
         if precision.compute == torch.float64 and hasattr(model, "set_experts_implementation"):
@@ -83,24 +81,11 @@ class ComputeModel:
 
     @contextlib.contextmanager
     def compute(self) -> Iterator[None]:
-        """Run the model in its compute dtype and with its adapter. Weights are cast once per outermost block, not once
-        per forward pass in it."""
-        with self._with_adapter(), self._in_compute_dtype():
+        """Run the model in its compute dtype, with its adapter or without. Weights are cast once per outermost block,
+        not once per forward pass in it."""
+        adapters = self.model.disable_adapter() if self._adapters_off else contextlib.nullcontext()
+        with adapters, self._in_compute_dtype():
             yield
-
-    @contextlib.contextmanager
-    def _with_adapter(self) -> Iterator[None]:
-        if self._adapter == TRAINED or not has_adapters(self.model):
-            yield
-        elif self._adapter is None:
-            with self.model.disable_adapter():
-                yield
-        else:
-            self.model.set_adapter(self._adapter)
-            try:
-                yield
-            finally:
-                self.model.set_adapter(TRAINED)
 
     @contextlib.contextmanager
     def _in_compute_dtype(self) -> Iterator[None]:
@@ -122,6 +107,11 @@ class ComputeModel:
         narrow = copying and any(weight.dtype == self.precision.compute for weight in weights)
         quantized = getattr(self.model, "is_quantized", False)
         return self.precision.compute.itemsize < torch.float32.itemsize and not quantized and not narrow
+
+    @property
+    def stores_narrow(self) -> bool:
+        """Whether some weights are stored in half precision, so that ``in_float32`` computes without gradients."""
+        return any(weight.dtype.itemsize < torch.float32.itemsize for weight in self.model.parameters())
 
     @contextlib.contextmanager
     def in_float32(self) -> Iterator[None]:

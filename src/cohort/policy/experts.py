@@ -91,7 +91,7 @@ class Activation:
             float(getattr(module, name, getattr(module, f"swiglu_{name}", None)) or default)
             for name, default in (("alpha", 1.0), ("limit", math.inf))
         )
-        curve = torch.linspace(-1, 1, 128)
+        curve = torch.linspace(-1, 1, 128, dtype=torch.float32)
         probe = 2 * limit * curve if math.isfinite(limit) else (math.asinh(PROBE) * curve).sinh()
         probe = probe.view(16, 8).T.flip(0).reshape(4, 32)
         try:

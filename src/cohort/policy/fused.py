@@ -120,7 +120,7 @@ def _active(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
 def try_compiled(device: torch.device, narrow: torch.dtype) -> None:
     """Raise what compiling the operations or running them forward and backward raises, or ``UnsupportedModel`` if they
     then compute something else."""
-    x = torch.linspace(-2, 2, 24, device=device).view(3, 2, 4)
+    x = torch.linspace(-2, 2, 24, dtype=torch.float32, device=device).view(3, 2, 4)
     half, factor, angles = x.to(narrow), x[0, 0], (x[:, 0].cos(), x[:, 0].sin())
     cases: tuple[tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Any, ...]], ...] = (
         (_normed, (x, factor), (1e-6, narrow)),

@@ -78,7 +78,7 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"model.device {name!r} cannot be used here: {_first_line(error)}") from None
     if device.type == "mps":
@@ -220,7 +220,7 @@ def check_loading(
     path = _check_folder(path)
     if (Path(path) / ADAPTER_FILE).exists():
         check_adapter(Path(path), allow_pickled_weights=allow_pickled_weights)
-    base = _base_of(path)
+    base = base_path(path)
     check_folder(base, allow_pickled_weights=allow_pickled_weights)
     if not trust_remote_code:
         check_attention(base, AutoConfig.from_pretrained(base, trust_remote_code=False), remedy)
@@ -271,7 +271,7 @@ def _quantization(bits: str, precision: Precision, device: torch.device) -> dict
     return {"quantization_config": BitsAndBytesConfig(**settings), "device_map": {"": device}}
 
 
-def _base_of(path: str) -> str:
+def base_path(path: str) -> str:
     """The path of the base model of an adapter's folder. Other paths are returned unchanged.
 
     Raises:
@@ -334,7 +334,7 @@ def read_configs(name: str, *, trust_remote_code: bool = False) -> tuple[Any, An
     """The generation config of a folder or hub id, None if there is none, and the config; see ``read_config``."""
     from transformers import GenerationConfig
 
-    path = _base_of(_check_folder(name))
+    path = base_path(_check_folder(name))
     is_folder, found = Path(path).is_dir(), None
     if not is_folder:
         with contextlib.suppress(OSError):  # a model need not have one
@@ -355,7 +355,7 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
 
     if not isinstance(model, str):
         return model.config.get_text_config()
-    path = _base_of(_check_folder(model))
+    path = base_path(_check_folder(model))
     if Path(path).is_dir():
         check_config(Path(path))
     with _errors(f"cannot read a model's config in {model!r}", path):

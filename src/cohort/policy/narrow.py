@@ -10,7 +10,7 @@ the products, and a kernel adds the gradient that autocast adds, without the cop
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,8 @@ PANEL, HELD = 32, 4096
 """Numbers of the kernels: outputs that are laid out together, and most of them whose words weight_gradient.c holds."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where a module keeps what its call runs beside ``forward``."""
+KNOWN = ("cohort.", "torch.distributed.")
+"""Packages whose hooks are accounted for: this one, and FSDP2."""
 PRODUCT = 2**23
 """Maximum size of a product in half precision that torch computes and that is added to a gradient."""
 
@@ -155,6 +157,21 @@ class _Linear(torch.autograd.Function):
         grad_bias = grad_TO.new_empty(grad_TO.shape[1], dtype=weights[0].dtype) if ctx.needs_input_grad[2] else None
         add_gradients([weight.grad for weight in weights], grad_TO, x_TI, fresh=fresh, native=True, bias_O=grad_bias)
         return grad_x, None, grad_bias, *[None] * len(weights)
+
+
+def changed_call(modules: Iterable[nn.Module]) -> str:
+    """The class of the first module whose call does something else than its class says: it has a hook, or a forward
+    function of its own. Empty: there is none. A hook that asks for gradients of embeddings changes nothing."""
+    for module in modules:
+        added = [hook for name in HOOKS for hook in getattr(module, name).values()]
+        added += [vars(module)["forward"]] if "forward" in vars(module) else []
+        for one in added:
+            function = getattr(one, "func", one)
+            owner = getattr(function, "__module__", "") or type(function).__module__
+            asks = "make_inputs_require_grad" in getattr(function, "__qualname__", "")
+            if not asks and not owner.startswith(KNOWN):
+                return type(module).__name__
+    return ""
 
 
 def takes_in_place(weight: Tensor) -> bool:

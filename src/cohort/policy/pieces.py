@@ -56,7 +56,7 @@ def hidden_in_pieces(passes: Passes, prefixes: Prefixes, rows: PackedRows, most:
             found.append(passes.hidden(prefixes, row).states)
             continue
         pieces = Pieces(passes, prefixes, row, most, keep=keep)
-        anchor = torch.zeros((), device=passes.model.device, requires_grad=pieces.keep)
+        anchor = torch.zeros((), dtype=torch.float32, device=passes.model.device, requires_grad=pieces.keep)
         found.append(_InPieces.apply(anchor, pieces))  # type: ignore[no-untyped-call]
     return Hidden(found[0] if len(found) == 1 else torch.cat(found))
 

@@ -14,16 +14,15 @@ from cohort.config import ModelConfig
 from cohort.errors import ModelError
 from cohort.parallel.full import call_gathered
 from cohort.policy.adapters import (
-    REFERENCE,
-    TRAINED,
     add_adapters,
-    add_reference_adapter,
+    adds_nothing,
+    check_given,
     check_targets,
     has_adapters,
-    is_untouched,
     keep_in_compute_dtype,
+    lora_of,
 )
-from cohort.policy.choose import choose_passes
+from cohort.policy.choose import MAX_GAP, choose_passes, own_logits, relative_gaps, token_source
 from cohort.policy.compute import ComputeModel, enable_checkpointing
 from cohort.policy.context import hidden_size
 from cohort.policy.deferred import DeferredModel
@@ -32,13 +31,16 @@ from cohort.policy.finite import check_finite_weights
 from cohort.policy.float32_head import use_float32_head
 from cohort.policy.four_bits import use_exact_products
 from cohort.policy.head import CompletionStates, TokenLogps
-from cohort.policy.load import load_model, resolve_device, resolve_precision
+from cohort.policy.load import base_path, load_model, resolve_device, resolve_precision
 from cohort.policy.passes import Passes, Prefixes, base_of
 from cohort.policy.pieces import hidden_in_pieces
 from cohort.policy.router import experts_per_token
 from cohort.policy.rows import Distribution, PackedRows
 from cohort.policy.vision import freeze_the_rest, reads_images
 from cohort.types import Support
+
+REFERENCE_TOKENS = 8
+"""Length of the text on which a new reference is compared with the policy."""
 
 
 class Policy(ComputeModel):
@@ -119,33 +121,35 @@ class Policy(ComputeModel):
         return self.states(prefixes, rows, temperature, repetition_penalty).logps()
 
     def reference(self, *, moves: bool = False) -> Policy:
-        """The present policy, to compare later policies with. With adapters it is the same model without them, or with
-        a copy of them if they were trained already; otherwise it is a frozen copy.
+        """The present policy, to compare later policies with. With adapters that add nothing yet it is the same model
+        without them; with others, a copy of what is trained beside the same frozen weights; otherwise a frozen copy.
 
         Args:
             moves: whether it will be moved toward the policy. Its weights then stay in the master dtype.
+
+        Raises:
+            ModelError: it computes something else than the policy does, or reads weights that will be trained.
         """
-        if not has_adapters(self.model) or TRAINED not in self.model.peft_config:
-            frozen = self.copy_frozen()
+        if not has_adapters(self.model):
+            found = self.copy_frozen()
             if not moves:
-                keep_in_compute_dtype(frozen.model, self.precision)
-            return frozen
-        untouched = is_untouched(self.model)
-        if not untouched:
-            add_reference_adapter(self.model)
-        return self._like(self.model, adapter=None if untouched else REFERENCE)
+                keep_in_compute_dtype(found.model, self.precision)
+        else:
+            found = self._like(self.model, adapters=False) if adds_nothing(self.model) else self.snapshot()
+        check_reference(found, self)
+        return found
 
     def copy_frozen(self) -> Policy:
         """A copy of the present policy, in memory, that needs no gradients."""
         model = copy.deepcopy(self.model)
         model.requires_grad_(False)
-        return self._like(model, adapter=TRAINED)
+        return self._like(model)
 
     def snapshot(self) -> Policy:
         """A copy of the present policy to sample from while this one is trained; ``take_weights`` renews it. Weights
         that are not trained are shared, not copied."""
         shared = {id(weight): weight for weight in self.model.parameters() if not weight.requires_grad}
-        return self._like(copy.deepcopy(self.model, shared).requires_grad_(requires_grad=False), adapter=self._adapter)
+        return self._like(copy.deepcopy(self.model, shared).requires_grad_(requires_grad=False))
 
     @torch.no_grad()
     def take_weights(self, other: Policy) -> None:
@@ -160,8 +164,14 @@ class Policy(ComputeModel):
         theirs = {id(weight) for weight in other.model.parameters()}
         return {name: weight for name, weight in self.model.named_parameters() if id(weight) not in theirs}
 
-    def _like(self, model: Any, *, adapter: str | None) -> Policy:
-        other = Policy(model, self.precision, dropout=self.dropout, adapter=adapter)
+    def share_nothing(self, other: Policy) -> None:
+        """Give this ``snapshot`` of a policy copies of the weights that it shares with it."""
+        if len(self.weights_beside(other)) < len(list(self.model.named_parameters())):
+            self.model = copy.deepcopy(self.model)
+            vars(self).pop("passes", None)  # of the model before
+
+    def _like(self, model: Any, *, adapters: bool = True) -> Policy:
+        other = Policy(model, self.precision, dropout=self.dropout, adapters=adapters)
         other.version, other.native_kernels = self.version, self.native_kernels
         other.torch_compile = self.torch_compile
         return other
@@ -172,6 +182,41 @@ class Policy(ComputeModel):
         for mine, theirs in zip(self.model.parameters(), other.model.parameters(), strict=True):  # or shards of them
             mine.lerp_(theirs.to(mine.dtype), alpha)
         self.version = other.version
+
+
+def trial_logits(policy: Policy) -> Tensor:
+    """Of a few tokens, by the model's own forward pass in the update's mode."""
+    with torch.random.fork_rng(), policy.training(), policy.compute():
+        ids = torch.arange(3, device=policy.device)[None]
+        logits: Tensor = policy.model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def check_reference(reference: Policy, policy: Policy) -> None:
+    """Check on a few tokens that a new reference is the policy, and stays so while the policy is trained.
+
+    Raises:
+        ModelError: it is not, or does not.
+    """
+    if not hasattr(policy.model, "config"):  # a module that is no model of transformers cannot be tried
+        return
+    kind, tokens = type(policy.model).__name__, token_source(policy)(REFERENCE_TOKENS)
+    with torch.enable_grad():
+        found = own_logits(reference, tokens, len(tokens))
+    trained = [weight for weight in policy.model.parameters() if weight.requires_grad]
+    grads = torch.autograd.grad(found.sum(), trained, allow_unused=True) if found.requires_grad and trained else ()
+    if any(grad is not None for grad in grads):
+        raise ModelError(
+            f"objective.beta needs a reference that stays as it is, and the copy of {kind} computes with weights that "
+            "are trained: something in the model, such as a forward function that was replaced, holds the model itself"
+        )
+    with torch.no_grad():
+        gap = float(relative_gaps(found, own_logits(policy, tokens, len(tokens))).median())
+    if not gap <= MAX_GAP[policy.precision.compute]:
+        raise ModelError(
+            f"objective.beta needs a reference that computes what {kind} computes at the start, and the logits of "
+            f"a few tokens are off by {gap:.2g}"
+        )
 
 
 def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int = 0) -> Policy:
@@ -186,29 +231,32 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     precision = resolve_precision(config.precision, device, hidden_size(model_config))
     given, model = model, model.load() if isinstance(model, DeferredModel) else model
     quantized = config.quantization != "none" or getattr(model, "is_quantized", False)
+    lora = lora_of(model, config.lora) if isinstance(model, str) else config.lora
     # With adapters, the weights move to the device afterwards: there the frozen ones are in the compute dtype only.
-    place = torch.device("cpu") if config.lora.wanted and not quantized else device
+    place = torch.device("cpu") if lora.wanted and not quantized else device
     if isinstance(model, str):
         model = load_model(
-            model,
+            base_path(model),
             precision,
             place,
             trust_remote_code=config.trust_remote_code,
             allow_pickled_weights=config.allow_pickled_weights,
             quantization=config.quantization,
-            frozen=config.lora.wanted and not quantized,
+            frozen=lora.wanted and not quantized,
         )
-    elif not getattr(model, "is_quantized", False):
-        model.to(device=place, dtype=precision.master)
-        if has_adapters(model):
-            keep_in_compute_dtype(model, precision)
+    else:
+        check_given(model)
+        if not getattr(model, "is_quantized", False):
+            model.to(device=place, dtype=precision.master)
+            if has_adapters(model):
+                keep_in_compute_dtype(model, precision)
     freeze_the_rest(model)
     name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
     check_finite_weights(dict(model.named_parameters()), name)
-    if config.lora.wanted:
-        model = add_adapters(
-            model, config.lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights
-        )
+    if lora.wanted:
+        if has_adapters(model):
+            raise ModelError("the given model has adapters, and model.lora asks for others: unset model.lora")
+        model = add_adapters(model, lora, precision, seed=seed, allow_pickled_weights=config.allow_pickled_weights)
         model = model if quantized else model.to(device)
     use_exact_products(model)
     if config.float32_head and precision.compute not in (torch.float32, torch.float64):
@@ -218,14 +266,7 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     policy = Policy(model, precision, dropout=config.dropout)
     policy.native_kernels, policy.torch_compile = config.native_kernels, config.torch_compile
     if has_adapters(model):
-
-        def trial() -> torch.Tensor:
-            with torch.random.fork_rng(), policy.training(), policy.compute():
-                ids = torch.arange(3, device=device)[None]
-                logits: torch.Tensor = policy.model(input_ids=ids, use_cache=False).logits
-            return logits
-
-        check_targets(model, trial)
+        check_targets(model, functools.partial(trial_logits, policy))
     if config.router_aux_loss_coef:
         experts_per_token(model_config)
         policy.router_aux_loss_coef = config.router_aux_loss_coef

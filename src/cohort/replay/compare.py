@@ -138,7 +138,7 @@ def stored_gap(stored: Stored, run: Replayed) -> float | None:
     kl_N = torch.zeros_like(stored.policy_N) if stored.kl_N is None else stored.kl_N
     pairs = ((run.policy_N, stored.policy_N), (run.kl_N, kl_N))
     gaps = [(mine.double() - theirs.nan_to_num(nan=0.0)).abs().max() for mine, theirs in pairs if len(mine)]
-    return float(max(gaps, default=torch.tensor(0.0)))
+    return float(max(gaps, default=torch.tensor(0.0, dtype=torch.float32)))
 
 
 def gradients(pair: Pair) -> dict[str, Any]:

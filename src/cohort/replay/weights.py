@@ -186,9 +186,11 @@ def gap(stored: Stored, found: Known) -> float | None:
     known_N = stored.known.old_logps_N
     if bool(known_N.isnan().all()):
         first_S = (
-            torch.ones(len(stored.is_used_S)) if stored.minibatch_S is None else torch.tensor(stored.minibatch_S == 0)
+            torch.ones(len(stored.is_used_S), dtype=torch.bool)
+            if stored.minibatch_S is None
+            else torch.tensor(stored.minibatch_S == 0)
         )
-        known_N = stored.known.logps_N.where(first_S.bool().repeat_interleave(stored.lengths_S), torch.nan)
+        known_N = stored.known.logps_N.where(first_S.repeat_interleave(stored.lengths_S), torch.nan)
     gaps_N = (known_N - found.logps_N).abs()
     gaps_N = gaps_N[~gaps_N.isnan()]
     return float(gaps_N.max()) if len(gaps_N) else None

@@ -94,7 +94,7 @@ class _CachedBackend(Backend):
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._cache: Any = None
-        self._mask = torch.empty(0)
+        self._mask = torch.empty(0, dtype=torch.int64)
 
     @property
     def token_bytes(self) -> int:
@@ -111,7 +111,7 @@ class _CachedBackend(Backend):
     def end(self) -> None:
         """See ``Backend``."""
         self._cache = None
-        self._mask = torch.empty(0)
+        self._mask = torch.empty(0, dtype=torch.int64)
 
     def _forward(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
         with self.policy.compute(), limited_time_steps(self.policy.model):

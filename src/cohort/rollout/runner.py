@@ -31,7 +31,7 @@ class BackendRunner:
         self._prefixes: list[int] = []  # by their index in the backend
         self._first_logits: dict[int, Tensor] = {}
         self._logits: list[Tensor] = []  # of all rows, in parts
-        self._tokens_S = torch.empty(0)  # drawn and not yet read
+        self._tokens_S = torch.empty(0, dtype=torch.int64)  # drawn and not yet read
 
     @torch.no_grad()
     def prefill(self, prefixes: dict[int, Sequence[int]]) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.policy import Policy
+from cohort.policy import Policy, has_adapters
 from cohort.runs.durable import check_whole, write_manifest
 from cohort.runs.generators import set_random_state
 from cohort.runs.lines import FileRecord, write_file
@@ -62,9 +62,14 @@ class Models:
     """Weights by name for the rest of a cancelled rollout, if they are not the policy's."""
 
     @property
-    def stored_reference(self) -> Policy | None:
-        """The reference, if it has weights of its own: not the policy's model without its adapter."""
-        return None if self.reference is None or self.reference.model is self.policy.model else self.reference
+    def reference_weights(self) -> dict[str, Tensor]:
+        """The weights that the reference has of its own, by name: beside a policy with adapters, a copy of what is
+        trained, or none if it is the policy's model without its adapter."""
+        if self.reference is None or self.reference.model is self.policy.model:
+            return {}
+        weights = named_weights(self.reference.model)
+        fixed = _fixed_weights(self.policy) if has_adapters(self.policy.model) else set()
+        return {name: tensor for name, tensor in weights.items() if name not in fixed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +125,8 @@ def content_of(models: Models, state: SavedState) -> Content:
         RunFolderError: a part of the state cannot be stored.
     """
     tensors = {WEIGHTS: named_weights(models.policy.model), OPTIMIZER: state.optimizer["tensors"]}
-    if models.stored_reference is not None:
-        tensors[REFERENCE] = named_weights(models.stored_reference.model)
+    if own := models.reference_weights:
+        tensors[REFERENCE] = own
     if models.sampler is not None:
         tensors[SAMPLER] = models.sampler
     loop = {
@@ -281,14 +286,14 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
     """
     policy, loop = models.policy, read_object(folder / LOOP)
     load_weights(policy, folder)
-    if models.stored_reference is not None:
-        if not (folder / REFERENCE).exists():
+    if own := models.reference_weights:
+        if (folder / REFERENCE).exists():
+            _fill(own, read_tensors(folder / REFERENCE), folder / "state")
+        elif not has_adapters(policy.model):  # with adapters it is the policy at the start, as for a run without a KL
             raise RunFolderError(
                 f"{folder} has no reference policy: the run had none so far (objective.beta). To go on with one, start "
                 "a new run with this checkpoint as model.path"
             )
-        reference = named_weights(models.stored_reference.model)
-        _fill(reference, read_tensors(folder / REFERENCE), folder / "state")
     has_sampler = models.sampler is not None and (folder / SAMPLER).exists()
     if models.sampler is not None and has_sampler:
         _fill(models.sampler, read_tensors(folder / SAMPLER), folder / "state")

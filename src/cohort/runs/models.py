@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from cohort.errors import RunFolderError
 from cohort.parallel import World, together
 from cohort.parallel.full import class_before_sharding
-from cohort.policy import Policy, adapter_weights, has_adapters, merged, without_progress_bars
+from cohort.policy import Policy, adapter_weights, has_adapters, merged, trained_adapter, without_progress_bars
 from cohort.runs.durable import replaced, sync_path
 from cohort.runs.lines import FileRecord
 from cohort.runs.tensors import is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
@@ -44,8 +44,8 @@ def save_model(
         return {}
     adapters = has_adapters(model)
     if adapters:
-        chosen = {"selected_adapters": list(model.active_adapters)}
-        model, more = (merged(model), {}) if merge else (model, more | chosen)
+        name = trained_adapter(model)
+        model, more = (merged(model), {}) if merge else (model, more | {"selected_adapters": [name]})
     generation_config = getattr(model, "generation_config", None)
     if generation_config is not None and generation_config.do_sample is not True:
         # transformers refuses to write a temperature beside do_sample=False, and would do so after all the training.
@@ -60,6 +60,10 @@ def save_model(
             # safetensors holds the interpreter while it writes, so that training would wait: it is not asked to.
             model.save_pretrained(path, state_dict={})
             records |= _write_weights(Path(path), model, copies)
+    if adapters and not merge and name != "default":  # peft writes those of other names to a folder in it
+        for file in (Path(path) / name).iterdir():
+            file.replace(Path(path) / file.name)
+        (Path(path) / name).rmdir()
     tokenizer.save_pretrained(path)
     return records
 

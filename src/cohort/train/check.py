@@ -1,11 +1,18 @@
-"""A check before the first update: sampler and trainer must compute the same function."""
+"""A check before the first update: sampler and trainer must compute the same function. What it compares is computed
+anyway: log-probs of the update before its step or, with several updates per rollout, the old ones. Only with dropout,
+which changes those of the update, is a pass made for it."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 
+import torch
+from torch import Tensor
+
 from cohort.errors import PolicyMismatchError
+from cohort.objective import UpdateTokens
+from cohort.policy import Policy
 from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
 from cohort.train.layout import part_of
@@ -13,10 +20,11 @@ from cohort.train.logps import token_logps
 from cohort.types import TokenBatch
 
 CHECKED_COMPLETIONS = 16
-"""Number of completions compared. A wrong cache or position shows in any of them."""
-MAX_SAMPLER_GAP = 0.1
-"""Mean |logps - sampler_logps| in nats above which a run stops. float32 gives about 1e-6 and bfloat16 about 1e-2; more
-means that sampler and trainer do not compute the same function."""
+"""Number of completions that ``sampler_gap`` computes. A wrong cache or position shows in any of them."""
+MAX_SAMPLER_GAP = {torch.float64: 0.01, torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Mean |logps - sampler_logps| in nats above which a run stops, by compute dtype: sampler and trainer then do not
+compute the same function. float32 gives about 1e-6; bfloat16, which rounds by 65,536 times as much, about 1e-2: more in
+a mixture, where it sends some tokens to other experts."""
 CACHED = (
     "set model.precision to 'float32': in bfloat16 rounding may do this, most of all in a mixture, where it sends some "
     "tokens to other experts. If that does not help, the model's cached decoding does not compute what its forward "
@@ -29,26 +37,44 @@ SERVED = (
 )
 
 
-def check_sampler_gap(context: StepContext, batch: TokenBatch, *, shared_weights: bool = True) -> None:
-    """Compare the sampler's log-probs with the trainer's on completions that the same weights have just drawn.
-
-    Both are over the whole vocabulary when the sampler drew from less and the trainer does not replay that.
+def most_gap(policy: Policy, *, shared_weights: bool = True) -> float:
+    """The gap at which a run stops. A server may compute in another dtype, which nothing here knows.
 
     Args:
-        context: the step's policy and sampling settings.
-        batch: completions of this step.
-        shared_weights: whether the engine samples with the trainer's own parameters; decides what the error suggests.
+        policy: the policy.
+        shared_weights: whether the engine samples with the trainer's own parameters.
+    """
+    return MAX_SAMPLER_GAP[policy.precision.compute if shared_weights else torch.bfloat16]
+
+
+def check_gap(policy: Policy, logps_N: Tensor, sampler_logps_N: Tensor, *, shared_weights: bool = True) -> None:
+    """Compare the sampler's log-probs with the trainer's of the weights that have drawn the tokens. Both are over the
+    whole vocabulary when the sampler drew from less and the trainer does not replay that.
+
+    Args:
+        policy: the trainer's.
+        logps_N, sampler_logps_N: of the same tokens; NaN for the trainer's that were not computed.
+        shared_weights: as for ``most_gap``; also decides what the error suggests.
 
     Raises:
-        PolicyMismatchError: they differ, so every ratio of this run would be wrong. Nothing has been updated yet.
-        NonFiniteError: see ``sampler_gap``.
+        PolicyMismatchError: they differ, so every ratio of this run would be wrong.
     """
-    gap = sampler_gap(context, batch)
-    if not gap <= MAX_SAMPLER_GAP:
+    known_N = ~logps_N.isnan()  # others needed no pass
+    if not bool(known_N.any()):
+        return
+    gap = float((logps_N - sampler_logps_N)[known_N].abs().mean())
+    most = most_gap(policy, shared_weights=shared_weights)
+    if not gap <= most:
         raise PolicyMismatchError(
             f"the sampler's log-probabilities are {gap:.3g} nats from the trainer's on average, for the same tokens "
-            f"and weights (limit {MAX_SAMPLER_GAP}): {CACHED if shared_weights else SERVED}"
+            f"and weights (limit {most}): {CACHED if shared_weights else SERVED}"
         )
+
+
+def like_trainer(batch: TokenBatch | UpdateTokens) -> Tensor:
+    """The sampler's log-probs that are to be the trainer's: over the whole vocabulary where the sampler drew from less
+    and the trainer does not replay that."""
+    return batch.sampler_logps_N if batch.full_logps_N is None else batch.full_logps_N
 
 
 def sampler_gap(context: StepContext, batch: TokenBatch) -> float:
@@ -61,8 +87,7 @@ def sampler_gap(context: StepContext, batch: TokenBatch) -> float:
     checked = part_of(batch, range(min(CHECKED_COMPLETIONS, batch.num_sequences)))
     with contextlib.nullcontext() if context.policy.dropout else context.policy.training():
         logps_N = token_logps(context, context.policy, batch, checked).logps_N
-    sampler_logps_N = batch.sampler_logps_N if batch.full_logps_N is None else batch.full_logps_N
-    gap_N = (logps_N - sampler_logps_N[checked.tokens_N]).abs()
+    gap_N = (logps_N - like_trainer(batch)[checked.tokens_N]).abs()
     gap = float(gap_N.mean()) if gap_N.numel() else 0.0
     if math.isnan(gap):
         check_finite(batch, checked, {"log-probability": logps_N})

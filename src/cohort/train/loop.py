@@ -36,7 +36,7 @@ from cohort.rollout import Sampling
 from cohort.runs.folder import RunFolder
 from cohort.runs.models import check_saved
 from cohort.train.ahead import Ahead
-from cohort.train.check import check_sampler_gap
+from cohort.train.check import CHECKED_COMPLETIONS, check_gap, like_trainer
 from cohort.train.clock import PhaseClock
 from cohort.train.context import StepContext
 from cohort.train.guard import NonFiniteLog
@@ -51,7 +51,7 @@ from cohort.train.sample import begin, begin_unfinished, place_after, trainer_st
 from cohort.train.stop import save_instant, stop_point
 from cohort.train.store import store_step
 from cohort.train.term_norms import term_norms
-from cohort.train.update import NonFinite, update
+from cohort.train.update import Check, NonFinite, update
 from cohort.train.update_metrics import EACH_UPDATE, each_update
 from cohort.types import TokenBatch
 
@@ -80,9 +80,6 @@ def run(
         current = next_rollout(parts, schedule, config, step, clock)
         rollout = current.wait().rollout
         updates = parts.begin_updates(current)
-        if step == first_step == current.weights_step and not updates.done:
-            checked = lay_out(rollout.usable_groups, policy.device, context.repetition_penalty)
-            context.within_memory(check_sampler_gap, checked, shared_weights=parts.engine.capabilities.shared_weights)
 
         if config.vllm.sleep:  # free the memory of servers on this GPU for the update
             parts.engine.sleep()
@@ -91,6 +88,7 @@ def run(
         batch = updates.resumed(lay_out(rollout.used_groups, policy.device, context.repetition_penalty))
         with clock("logps"):
             batch = updates.share(with_advantages_and_logps(context, batch, rollout, schedule))
+        check = gap_check(context, parts, batch) if step == first_step == current.weights_step else {}
         parts.rollout_scored(step + 1, rollout, batch)
         minibatches = split_minibatches(batch, objective.minibatches)
 
@@ -106,7 +104,9 @@ def run(
             for minibatch in updates.left(minibatches * config.objective.num_iterations):
                 stop_point(parts, folder)
                 entropy_coefficient = adaptive.applied_entropy_coefficient(objective)
-                outcome = parts.end_update(context.within_memory(update, batch, minibatch, entropy_coefficient))
+                outcome = parts.end_update(
+                    context.within_memory(update, batch, minibatch, entropy_coefficient, **check)
+                )
                 if isinstance(outcome, NonFinite):
                     nonfinite.skipped(outcome.message, batch, minibatch, step + 1, parts.nonfinite_in_a_row)
                     continue
@@ -174,6 +174,26 @@ def with_advantages_and_logps(
     return assign_advantages(batch, rollout.used_scores, objective, limit) if logps_first else batch
 
 
+def gap_check(context: StepContext, parts: TrainerParts, batch: TokenBatch) -> dict[str, Check]:
+    """Check that the sampler computes what the trainer computes, whose weights are the same: now, if the trainer's
+    log-probs are known or dropout changes those of an update. Otherwise returns the argument of ``update`` for it.
+
+    Raises:
+        PolicyMismatchError: it does not. Nothing has been updated yet.
+    """
+    policy, updates = context.policy, parts.updates
+    check = partial(check_gap, policy, shared_weights=parts.engine.capabilities.shared_weights)
+    if updates is None or updates.done:
+        return {}
+    logps_N = batch.old_logps_N
+    if policy.dropout:
+        logps_N = logps_of(context, policy, batch, part_of(batch, range(min(CHECKED_COMPLETIONS, batch.num_sequences))))
+    if logps_N is None:
+        return {"check": lambda tokens: check(tokens.logps_N, like_trainer(tokens))}
+    check(logps_N, like_trainer(batch))
+    return {}
+
+
 def logps_of(context: StepContext, policy: Policy | None, batch: TokenBatch, part: Part) -> Tensor | None:
     """``policy_logps`` within memory; None without a policy."""
     if policy is None:
@@ -218,9 +238,13 @@ def finish_step(parts: TrainerParts, schedule: Schedule, config: GRPOConfig, fol
     is_due = on_main(parts.world, write)
     parts.metrics = None
     if last or is_due:
+        if parts.first_save:
+            parts.first_save.saved(folder.checkpoint(step))
         save_instant(parts, folder, wait=last)
         if last and config.report.check_saved:
             together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
+    if parts.first_save:
+        on_main(parts.world, parts.first_save.look)
     return metrics
 
 

@@ -22,6 +22,7 @@ from cohort.runs.generators import random_state
 from cohort.train.adapt import Adaptive
 from cohort.train.ahead import Ahead
 from cohort.train.companion import Companion
+from cohort.train.first_save import FirstSave
 from cohort.train.memory import TokenBudget
 from cohort.train.optim import Optimizer
 from cohort.train.progress import Updates
@@ -60,6 +61,8 @@ class TrainerParts:
     """The best evaluation so far."""
     facts: dict[str, str]
     """Facts that are not settings and that a resumed run compares: see ``train.facts``."""
+    first_save: FirstSave | None = None
+    """Compares the first save with the policy; None: nothing is compared."""
     layout: Layout = field(default_factory=Layout)
     """The ranks, and how they hold the policy."""
     requests: Requests = field(default_factory=Requests)

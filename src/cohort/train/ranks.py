@@ -66,6 +66,9 @@ def divide_policy(layout: Layout, policy: Policy, reference: Policy | None) -> N
         ModelError: the divided model computes something else.
     """
     own = [] if reference is None or reference.model is policy.model else [reference]
+    if layout.passes_exchange:  # each model's weights are divided, also those that both have
+        for each in own:
+            each.share_nothing(policy)
     for each in (policy, *own):
         before = trial_logps(each) if layout.passes_exchange else None
         layout.shard(each.model, each.precision.compute)

@@ -32,6 +32,7 @@ def term_norms(
     return metrics
 
 
+@torch.enable_grad()
 def term_gradients(
     context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float
 ) -> dict[str, Tensor]:

@@ -70,8 +70,17 @@ class NonFinite:
     message: str
 
 
+Check = Callable[[UpdateTokens], None]
+"""Looks at the tokens of an update before its step; may raise."""
+
+
+def _nothing(_tokens: UpdateTokens) -> None:
+    pass
+
+
+@torch.enable_grad()
 def update(
-    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float = 0.0
+    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float = 0.0, check: Check = _nothing
 ) -> UpdateResult | NonFinite:
     """Make one optimizer step.
 
@@ -85,6 +94,7 @@ def update(
         batch: the rollout, with advantages.
         minibatch: its sequences that this step uses.
         entropy_coefficient: weight of the entropy bonus in this update.
+        check: what looks at the tokens, of all ranks, before the step.
 
     Raises:
         StepError: memory ran out in the optimizer's step, so that the update cannot be repeated.
@@ -114,6 +124,7 @@ def update(
         def seen() -> tuple[UpdateTokens, TokenStatistics]:
             tokens = update_tokens(batch, active, weights, forwards)
             logps_N[active.tokens_N] = tokens.logps_N
+            check(tokens)
             statistics = token_statistics(context.objective, tokens) + idle
             if balance is not None:
                 parts = [forward.router_loss for forward in forwards if forward.router_loss is not None]

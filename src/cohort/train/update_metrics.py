@@ -39,8 +39,9 @@ def update_metrics(results: Sequence[UpdateResult], objective: Objective) -> dic
     metrics |= cause_metrics(whole)
     if not whole.sums["tokens"]:  # every completion is masked
         return metrics
+    first = next(one.statistics for one in results if one.statistics.sums["tokens"])
     metrics |= value_metrics(whole, len(results), objective) | entropy_metrics(whole) | ratio_metrics(whole)
-    metrics |= clip_metrics(whole, objective) | sampler_metrics(results[0].statistics) | rule_metrics(whole)
+    metrics |= clip_metrics(whole, objective) | sampler_metrics(first) | rule_metrics(whole)
     if objective.entropy:
         metrics["entropy_value"] = results[-1].entropy_coefficient * metrics["entropy"]
     return metrics | (kl_metrics(whole, len(results), objective) if "k1" in whole.sums else {})
@@ -156,10 +157,8 @@ def clip_metrics(whole: TokenStatistics, objective: Objective) -> dict[str, Any]
 
 
 def sampler_metrics(first: TokenStatistics) -> dict[str, Any]:
-    """Old policy against sampler, over the tokens of the step's first update, before it."""
+    """Old policy against sampler, over the tokens of the step's first update that has some, before it."""
     sums, tokens = first.sums, first.sums["tokens"]
-    if not tokens:
-        return {}
     early, late = tokens - sums["late_tokens"], sums["late_tokens"]
     drift = sums["rho_k1_late"] / late - (sums["rho_k1"] - sums["rho_k1_late"]) / early if early and late else None
     metrics: dict[str, Any] = {

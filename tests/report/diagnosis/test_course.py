@@ -129,6 +129,16 @@ def test_truncated_sampling_is_named_as_the_cause_of_a_bias(sampling):
     assert "-3%" not in fed([above] * 6, rollout=sampling | {"replay_sampling": False}).findings[0].found
 
 
+def test_a_gap_that_grows_is_named_below_the_threshold():
+    lines = [STEP | {"sampler/gap": 1e-6}] * 5 + [STEP | {"sampler/gap": 0.008}] * 5
+    (finding,) = fed(lines).findings
+    assert "differ by 0.008 nats per token for the same weights, and by 1e-06 at the start" in finding.found
+    assert ill(fed(lines[:-1])) == {}  # in each of 5 steps
+    assert ill(fed([line | {"sampler/version_lag_mean": 1.0} for line in lines])) == {}  # of older weights
+    assert ill(fed([STEP | {"sampler/gap": 0.008}] * 10)) == {}  # as bfloat16 has it from the start on
+    assert ill(fed([STEP | {"sampler/gap": 1e-6}] * 5 + [STEP | {"sampler/gap": 1e-4}] * 5)) == {}  # rounding
+
+
 def test_shorter_completions_are_no_drift_when_nothing_is_left_to_gain():
     shorter = course(190, 110, key="length/mean")
     known = {"groups/mean_reward_q10": 0.1, "groups/mean_reward_q90": 1.0}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
-from cohort.report.diagnosis.case import RECENT, RISES, WINDOW, Case, Window
+from cohort.report.diagnosis.case import RECENT, RISES, START, WINDOW, Case, Window
 from cohort.report.diagnosis.finding import Level, Verdict
 from cohort.report.diagnosis.numbers import differs, mean, number, share_interval
 
@@ -16,6 +16,8 @@ GAP_STEPS = 5
 WORSE = 4.0
 """Factor over the threshold of ``sampler/gap`` from which updates follow another policy than the one that drew: an
 alarm. With older weights in the sampler (``rollout.lag``), a gap of this factor is no bug."""
+GREW, LEAST = 10.0, 0.1
+"""Factor over the start of the run, and share of the threshold, from which a gap of the same weights has grown."""
 BIAS, CERTAIN = 0.02, 4.0
 """How far, and how many standard errors, the mean ratio to the sampler has to be from 1."""
 CHANCE = 0.005
@@ -100,6 +102,17 @@ def sampler_mismatch(case: Case) -> Verdict | None:
             else "set model.precision to 'float32', or add a mismatch weight "
             "(objective.mismatch); with vLLM see 'cohort docs scale'",
             {"gap": mean(gap)},
+        )
+    before = mean(case.start("sampler/gap")) if case.steps >= START + GAP_STEPS and not lagging else None
+    if before is not None and min(gap) > max(GREW * before, LEAST * limit):
+        return Verdict(
+            Level.WARNING,
+            f"log-probs of sampler and trainer differ by {mean(gap):.2g} nats per token for the same weights, and by "
+            f"{before:.2g} at the start of the run (sampler/gap)",
+            "run 'cohort doctor' on the newest checkpoint (check sampler). Something changed the model or its weights "
+            "for one of the two: a callback, a hook, a server that missed an update; or set model.precision to "
+            "'float32', if logits have grown so large that bfloat16 rounds them",
+            {"gap": mean(gap), "start": before},
         )
     return _bias(case) or _dropped(case)
 

@@ -183,7 +183,7 @@ class SlotCache:
             first += count
         items_N2 = np.array(items, np.int32)
         size = most * self._group * (2 * self.padded + self.own.shape[-2] + self.prompts.shape[-2])
-        scratch = torch.empty(threads, size)
+        scratch = torch.empty(threads, size, dtype=torch.float32)
         step.order, step.items, step.item_count = order.ctypes.data, items_N2.ctypes.data, len(items)
         step.row_slots, step.row_prompts, step.row_lengths = (part.ctypes.data for part in rows)
         step.scratch, step.scratch_size, step.threads = scratch.data_ptr(), size, threads

@@ -231,7 +231,8 @@ def _group(store: Any, size: int, backend: str, timeout: timedelta, device: torc
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group: Any = distributed.ProcessGroupNCCL(store, 0, size, options)
-    group.broadcast(torch.zeros(1, device=device), 0).wait()  # the connection is made at the first collective
+    # The connection is made at the first collective.
+    group.broadcast(torch.zeros(1, dtype=torch.float32, device=device), 0).wait()
     torch.cuda.synchronize(device)
     return group
 

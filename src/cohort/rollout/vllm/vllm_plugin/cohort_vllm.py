@@ -159,7 +159,8 @@ def join(meeting: Meeting, rank: int, device: torch.device) -> Any:
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group = distributed.ProcessGroupNCCL(store, rank, meeting.size, options)
-    group.broadcast(torch.zeros(1, device=device), 0).wait()  # the connection is made at the first collective
+    # The connection is made at the first collective.
+    group.broadcast(torch.zeros(1, dtype=torch.float32, device=device), 0).wait()
     torch.accelerator.synchronize()
     return group
 
