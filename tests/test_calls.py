@@ -1,11 +1,24 @@
 """Calls of user functions: here, on the event loop, and in worker processes."""
 
+import contextlib
 import threading
 from concurrent.futures import CancelledError, Future, wait
+from functools import partial
 
 import pytest
 
-from cohort.calls import Call, Calls, Interrupted, Settled, as_failure, interrupt, interruptible, is_async, recorded
+from cohort.calls import (
+    Call,
+    Calls,
+    Interrupted,
+    Settled,
+    as_failure,
+    interrupt,
+    interruptible,
+    is_async,
+    own_parameter,
+    recorded,
+)
 
 
 def double(x, log_metric=None):
@@ -16,6 +29,61 @@ def double(x, log_metric=None):
 
 async def double_async(x, log_metric=None):
     return double(x, log_metric)
+
+
+class Method:
+    def call(self, **columns):
+        return columns
+
+    async def later(self, **columns):
+        return columns
+
+    def by_position(self, /, **columns):
+        return columns
+
+    __call__ = call
+
+
+def everything(**columns):
+    return columns
+
+
+async def everything_later(**columns):
+    return columns
+
+
+NAMES = (
+    "function",
+    "cls",
+    "call",
+    "logs",
+    "arguments",
+    "named",
+    "own",
+    "timeout",
+    "here",
+    "args",
+    "kwargs",
+    "a-b",
+    "1",
+)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_arguments_may_have_any_name(here):
+    given = dict.fromkeys([*NAMES, "self"], 1)
+    with contextlib.closing(Calls(workers=1)) as calls:
+        for function in (everything, Method().by_position):
+            assert calls.submit(function, given, 60, here=here).result() == given
+            assert calls.submit(recorded(function), given, 60, here=here).result().returned == given
+        assert calls.submit(recorded(everything_later), given, 60).result().returned == given
+
+
+def test_a_method_takes_its_object_by_a_name_that_no_other_argument_can_have():
+    bound = Method()
+    methods = (bound, bound.call, bound.later, partial(bound.call, x=1))
+    assert [own_parameter(one) for one in methods] == ["self"] * 4
+    assert [own_parameter(one) for one in (bound.by_position, everything, Method, pow, [].append)] == [None] * 5
 
 
 def test_only_what_the_main_thread_runs_is_interrupted():

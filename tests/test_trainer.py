@@ -1,6 +1,9 @@
 """GRPOTrainer from Python: its arguments, its errors, and its numeric types."""
 
+import io
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -9,6 +12,8 @@ from datasets import Dataset
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.errors import CohortError, ConfigError, DataError, ModelError, RewardError
 from tests.conftest import DEMO_MODEL, each, tiny_llama
+from tests.data.templates import byte_tokenizer
+from tests.policy.test_vision import made
 from tests.train.harness import ROWS, SETTINGS, digits_reward, make_trainer
 
 
@@ -89,6 +94,53 @@ def test_errors_from_python(arguments, error, message):
         GRPOTrainer(**given)
     assert isinstance(caught.value, CohortError)
     assert isinstance(caught.value, ValueError)
+
+
+@each("where", ["train", "eval", "images"])
+def test_tokens_that_the_model_lacks_are_refused_before_the_first_step(demo_tokenizer, tmp_path, where):
+    """The model has one token less than its tokenizer, or calls that token an image."""
+    model = made("gemma3") if where == "images" else tiny_llama(vocab_size=33)
+    if where == "images":
+        model.config.image_token_index = model.config.image_token_id = 33
+    rows = [*ROWS, {"prompt": "#### 1+1", "answer": "2"}]
+    given = {"rows": ROWS, "eval_rows": rows} if where == "eval" else {"rows": rows}
+    words = "stands for an image" if where == "images" else r"\('####'\), and the model has embeddings of 33 tokens"
+    with pytest.raises(DataError, match=f"row {len(ROWS)} holds token 33.*{words}"):
+        make_trainer(demo_tokenizer, tmp_path / "run", model=model, **given)
+    assert not (tmp_path / "run").exists()
+
+
+@each("encoding", ["ascii", "latin-1", "cp1252", "utf-8", "utf-16", None])
+def test_no_letter_and_no_reader_of_the_output_ends_a_run(tmp_path_factory, monkeypatch, capfd, encoding):
+    """None: the reader has gone. Half of a surrogate pair is no letter of any encoding."""
+    if encoding is None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        output, kept = os.fdopen(writer, "w"), None
+    else:
+        kept = io.BytesIO()
+        output = io.TextIOWrapper(kept, encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+
+    def loud(completion, **_):
+        print("приклад 例 \ud83d")
+        return digits_reward([completion])[0]
+
+    tokenizer = byte_tokenizer()
+    rows = [{"prompt": f"приклад {number} 例"} for number in range(4)]
+    settings = {"model": tiny_llama(len(tokenizer)), "rewards": loud, "rows": rows, "progress": True, "max_steps": 1}
+    trainer = make_trainer(tokenizer, tmp_path_factory.mktemp("loud") / "run", **settings)
+    assert trainer.train()["steps"] == 1
+    assert sys.stdout is output
+    if kept:
+        output.flush()
+        written = kept.getvalue().decode(encoding)
+        assert "\\ud83d" in written
+        assert ("例" if "utf" in encoding else "\\u4f8b") in written
+        assert "step 1/1" in written
+    else:
+        assert "standard output is closed; the run goes on" in capfd.readouterr().err
+        output.close()
 
 
 def test_evaluation_items_are_held_out():

@@ -57,6 +57,12 @@ def test_functions_of_a_module_closures_and_builtins(workers):
     assert workers.submit(pow, {"base": 2, "exp": 10}).result() == 1024
 
 
+def test_what_a_function_prints_is_no_reason_to_fail(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii:strict")
+    with Workers(1) as made:
+        assert made.submit(lambda: print("例 \ud83d"), {}).result() is None
+
+
 def test_functions_of_files(workers, tmp_path):
     (tmp_path / "neighbour.py").write_text("ten = 10\n")
     (tmp_path / "mine.py").write_text(

@@ -150,7 +150,7 @@ class Settled(Future[Any]):
         self._value, self._error = value, error
 
     @classmethod
-    def of(cls, function: Callable[..., Any], *arguments: Any, **named: Any) -> Settled:
+    def of(cls, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Settled:
         """The outcome of a call that is made now."""
         own = os.getpid()
         try:
@@ -329,6 +329,24 @@ def partial_layers(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     while isinstance(layers[-1], functools.partial):
         layers.append(layers[-1].func)
     return layers
+
+
+def own_parameter(function: Callable[..., Any]) -> str | None:
+    """The parameter that takes the object itself in a call by name, as ``self`` does: no other value can have its name.
+    None for functions, classes, and methods that take the object by position only.
+
+    >>> own_parameter(Calls().submit), own_parameter(pow)
+    ('self', None)
+    """
+    inner = partial_layers(function)[-1]
+    if inspect.isclass(inner) or (inspect.isroutine(inner) and not inspect.ismethod(inner)):
+        return None
+    method = inner.__func__ if inspect.ismethod(inner) else type(inner).__call__
+    try:
+        first = next(iter(inspect.signature(method).parameters.values()), None)
+    except (TypeError, ValueError):  # written in C
+        return None
+    return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else None
 
 
 def run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:

@@ -13,15 +13,23 @@ from typing import Any
 from cohort.callbacks import Callbacks
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
+from cohort.data.chat import time_now, use_template
 from cohort.doctor import check_names, problem_lines
 from cohort.environments import Acting
 from cohort.errors import FIXABLE, CallbackError, DataError, NonFiniteError, RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator, check_settings
 from cohort.objective import try_user_functions
 from cohort.parallel import World, on_main, together
-from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
+from cohort.policy import (
+    context_length,
+    end_token_ids,
+    known_tokens,
+    load_policy,
+    load_tokenizer,
+    read_config,
+    resolve_device,
+)
 from cohort.policy.device import use_deterministic_algorithms
-from cohort.policy.vision import placeholder_ids
 from cohort.report.console.describe import announce, describe_run
 from cohort.report.console.display import StepDisplay
 from cohort.report.console.lines import best_lines, evaluation_line
@@ -30,10 +38,20 @@ from cohort.rewards import RewardFunction
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
 from cohort.runs.folder import RunFolder
 from cohort.runs.generators import set_seed
-from cohort.runs.models import save_merged, save_model
-from cohort.runs.output import Beginning, Resume, closed_on_error, closing, find_folder, log_to
+from cohort.runs.models import check_writable, save_merged, save_model
+from cohort.runs.output import (
+    Beginning,
+    Resume,
+    closed_on_error,
+    closing,
+    find_folder,
+    log_to,
+    template_time,
+    with_template_time,
+)
 from cohort.runs.starts import Start
 from cohort.state import check_state
+from cohort.terminal import output_outlasted
 from cohort.train import Adaptive, Companion, Optimizer, TrainerParts, find_budget, ranks, run
 from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.first_save import FirstSave
@@ -113,9 +131,11 @@ class GRPOTrainer:
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)
         self._prints = config.report.progress and self.world.is_main
+        self._times = on_main(self.world, lambda: (template_time(config), time_now()))
         given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(*given))
         self.recorded, missing = recorded(config, *given)  # the settings, with the names of what was given
+        self.recorded = self._with_time(self.recorded)
         missing |= {"optimizers": "objects in memory"} if optimizers[0] is not None else {}
         self.started_by = Start(missing=missing)
         same = {name: fact for name, fact in self._facts.items() if name not in ("machine", "threads")}
@@ -128,6 +148,7 @@ class GRPOTrainer:
         sizes = config.optim.microbatch_tokens, self._longest_prompt, config.rollout.max_completion_length
         self.budget = ranks.common_budget(self.layout, lambda: find_budget(self.policy, *sizes))
 
+    @output_outlasted()
     def _prepare(
         self,
         model: Any,
@@ -155,9 +176,9 @@ class GRPOTrainer:
         check_settings(config.eval, tuple(eval_data), self.rewards.names)
         trust = config.model.trust_remote_code
         self.tokenizer = processing_class or load_tokenizer(model_name(model), trust_remote_code=trust)
-        self._model_config = read_config(model, trust_remote_code=trust)
-        if config.data.chat_template is not None:
-            self.tokenizer.chat_template = config.data.chat_template  # checkpoints are saved with it
+        whole = read_config(model, trust_remote_code=trust, whole=True)
+        self._model_config, self._tokens = whole.get_text_config(), known_tokens(model, whole)
+        self._template_time = use_template(self.tokenizer, config.data.chat_template, *self._times)
         self._context = context_length(self._model_config)
         self._limit = LengthLimit.of(config.data, self._context, config.rollout.max_completion_length)
         if self.acting:
@@ -176,6 +197,8 @@ class GRPOTrainer:
         show = announce if self._prints else None
         self._engine_setup.connect(self._model_config, self.tokenizer, self._longest_prompt, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
+        if self.world.is_main:
+            check_writable(self.policy, self.tokenizer)
         self._weights = fingerprint(self.policy.model.state_dict()) if self.world.size > 1 else ""
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         self.reference = self.policy.reference(moves=config.objective.sync_ref_model) if objective.beta else None
@@ -245,8 +268,9 @@ class GRPOTrainer:
 
     @contextlib.contextmanager
     def obeying_signals(self) -> Iterator[None]:
-        """While the block runs, signals stop the run or write a checkpoint, as they do in ``train``."""
-        with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit():
+        """While the block runs, signals stop the run or write a checkpoint, as they do in ``train``, and nothing that
+        is printed ends it."""
+        with obeying_signals(self._requests, self.args.run.stop_seconds), dumps_on_quit(), output_outlasted():
             yield
 
     def steps(
@@ -348,6 +372,7 @@ class GRPOTrainer:
         found = self.evaluations(eval_dataset).items()
         return {key: value for name, one in found for key, value in one.metrics(name).items()}
 
+    @output_outlasted()
     def evaluations(self, eval_dataset: Any = None) -> dict[str, Evaluation]:
         """Like ``evaluate``, with each prompt's numbers and every completion, by the sets' names ("" without one)."""
         evaluator = self.evaluator if eval_dataset is None else self._evaluator(load_sets(eval_dataset, self.args.data))
@@ -377,12 +402,20 @@ class GRPOTrainer:
         lines += [f"ranks: {self.world.size}, layout {self.args.parallel.layout}"] if self.world.size > 1 else []
         lines += [self.acting.describe(), self._turn_format.describe()] if self.acting else []
         lines += [self.evaluator.describe()] if self.evaluator else []
+        if self._template_time:
+            lines.append(
+                f"the chat template prints the time: {self._template_time} in the whole run (data.template_time)"
+            )
         return "\n".join(lines + problem_lines(self))
 
     def began_as(self, start: Start, settings: GRPOConfig, folder: RunFolder, beginning: Beginning) -> None:
         """Take what the command line knows better than the arguments: how the process was started, the settings as the
         run folder has them, the folder, and how to begin with what is in it."""
-        self.started_by, self.recorded, self._found = start, settings, (folder, beginning)
+        self.started_by, self.recorded, self._found = start, self._with_time(settings), (folder, beginning)
+
+    def _with_time(self, settings: GRPOConfig) -> GRPOConfig:
+        """The settings with the time that the chat template prints: for the run folder, and for a resume."""
+        return with_template_time(settings, self._template_time)
 
     def _start(self, folder: RunFolder, beginning: Beginning) -> int:
         text, again = self.prompts.fetch(DataCursor(), 1)[0].text, beginning is Beginning.AGAIN
@@ -405,10 +438,10 @@ class GRPOTrainer:
         """Render the rows to prompts, and try the reward functions on the first two."""
         tools = self.acting.schemas_of if self.acting else None
         prompts = PromptSet(data, self.tokenizer, self.args.data, limit=self._limit, tools=tools)
-        prompts.refuse_tokens(placeholder_ids(self._model_config))
+        prompts.check_tokens(*self._tokens)
         self.rewards.dry_run(prompts[:2], episodes=self.acting is not None)
         return prompts
 
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:
         """The evaluator of some sets; tries the reward functions on two rows of each."""
-        return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, self._context, self.acting)
+        return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, self._context, self.acting, self._tokens)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import pickle
@@ -363,6 +364,9 @@ def _work(connection: Connection, parent: int) -> None:
     faulthandler.register(signal.SIGQUIT)  # the parent sends it on (``watchdog``)
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     own = os.getpid()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a function prints is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
 
     def listen() -> None:  # in a thread, so that a busy worker notices the end of its parent
         with contextlib.suppress(EOFError, OSError):

@@ -57,6 +57,18 @@ def test_a_row_overrides_the_template_variables():
     assert [prompt.prefill for prompt in prompts] == [EMPTY_THOUGHT, EMPTY_THOUGHT, EMPTY_THOUGHT, ""]
 
 
+@each("name", ["messages", "tokenize", "tools", "add_generation_prompt"])
+def test_template_variables_never_meet_what_rendering_sets(name):
+    with pytest.raises(DataError, match=rf"row 0: chat_template_kwargs sets '{name}', which rendering sets itself"):
+        prompt_of(QWEN3, TALK, chat_template_kwargs={name: False})
+
+
+def test_template_variables_may_have_any_other_name():
+    template = "{{ tokenizer }}{{ self_ }}{{ variables }}" + CHATML
+    prompt = prompt_of(template, TALK, chat_template_kwargs={"tokenizer": "t", "self_": "s", "variables": "v"})
+    assert prompt.text.startswith("tsv<|im_start|>")
+
+
 def test_text_has_no_prefill_and_the_special_tokens_of_the_tokenizer():
     prompt = prompt_of(None, "1+1=")
     assert (prompt.prefill, prompt.text) == ("", "<bos>1+1=")
@@ -187,6 +199,51 @@ def test_content_in_parts_of_text():
     assert prompt_of(parts, [{"role": "user", "content": content}]).text == "<user>ab<assistant>"
 
 
+ONLY_STRINGS = CHATML.replace("m.content", "(m.content if m.content is string else '')")
+WRITES_ANYTHING = CHATML.replace("m.content", "(m.content ~ '')")
+AS_JSON = CHATML.replace("m.content", "(m.content | tojson)")
+ONLY_PARTS = CHATML.replace("m.content", "m.content[0].text + (m.content[1].text if m.content[1] else '')")
+EITHER = CHATML.replace(
+    "m.content", "(m.content if m.content is string else (m.content | map(attribute='text') | join))"
+)
+SILENT = CHATML.replace("m.content", "('' if m.role == 'system' else m.content)")
+IMAGES = CHATML.replace("m.content", "('<image>' if 'image' in m.content[0] else m.content[0].text)")
+
+
+def of_parts(*texts):
+    return [{"type": "text", "text": text, "image": None} for text in texts]
+
+
+@each("template", [CHATML, ONLY_STRINGS, WRITES_ANYTHING, ONLY_PARTS, EITHER, SILENT])
+@each("content", ["add 1", of_parts("add", " 1"), of_parts("add 1")])
+def test_contents_are_shown_in_the_form_that_the_template_takes(template, content):
+    """Arrow gives all parts the same keys, such as an image that is None."""
+    prompt = prompt_of(template, [{"role": "user", "content": content}])
+    assert prompt.text == "<|im_start|>user\nadd 1<|im_end|>\n<|im_start|>assistant\n"
+    assert "".join(one if isinstance(one, str) else one["text"] for one in prompt.prompt[0]["content"]) == "add 1"
+
+
+def test_strings_and_parts_may_be_mixed():
+    talk = [{"role": "system", "content": of_parts("be")}, *TALK]
+    texts = {prompt_of(template, talk).text for template in (CHATML, ONLY_STRINGS, ONLY_PARTS, EITHER)}
+    assert texts == {prompt_of(CHATML, [{"role": "system", "content": "be"}, *TALK]).text}
+
+
+def test_a_continued_answer_in_parts():
+    begun = [USER, {"role": "assistant", "content": of_parts("The ", "sum")}]
+    prompts = [prompt_of(template, begun) for template in (CHATML, ONLY_STRINGS, ONLY_PARTS, EITHER, MISTRAL)]
+    assert {prompt.prefill for prompt in prompts} == {"The sum"}
+
+
+def test_parts_without_an_image_have_none():
+    assert "<image>" not in prompt_of(IMAGES, user(of_parts("add 1"))).text
+
+
+def test_thoughts_of_earlier_turns_in_parts_may_go():
+    talk = [USER, {"role": "assistant", "content": of_parts("<think>a</think>2")}, *user(of_parts("And 2+2?"))]
+    assert "<Assistant>2<eos>" in prompt_of(DEEPSEEK_R1, talk).text
+
+
 def user(content):
     return [{"role": "user", "content": content}]
 
@@ -207,6 +264,22 @@ def user(content):
         (QWEN3, TALK, {}, {"chat_template_kwargs": {"thinkin": 1}}, "'thinkin'; it reads: .*enable_thinking, messages"),
         (CHATML, user([{"type": "image"}, {"type": "text"}]), {}, {}, "row 0: the content .* text, .* of type 'image'"),
         (CHATML, [*user(0), *TALK], {}, {}, "row 0: the content of a message must be text, .* of type 'int'"),
+        (
+            CHATML,
+            user(of_parts("a", None)),
+            {},
+            {},
+            "row 0: a part of type 'text' needs a string as 'text', got .*None",
+        ),
+        (CHATML, user(["a"]), {}, {}, "row 0: the content .* text, .* of type 'str'"),
+        (CHATML, user(of_parts("", "")), {}, {}, "row 0: the prompt is empty: the last message, of role 'user'"),
+        (
+            SILENT,
+            [{"role": "system", "content": of_parts("be")}, USER],
+            {},
+            {},
+            "row 0: .* does not show the text 'be', n",
+        ),
         (CHATML, user(""), {}, {}, "row 0: the prompt is empty: the last message, of role 'user'"),
         (CHATML, [*BEGUN[:1], {"role": "assistant", "content": ""}], {}, {}, "of role 'assistant', has no content"),
         (CHATML, "1+1", {}, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs is for conv.* row 0 is text"),

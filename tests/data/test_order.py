@@ -251,6 +251,16 @@ def streamed(given, limit=None, seed=0, **settings):
     return prompts
 
 
+def test_streamed_rows_with_tokens_that_the_model_lacks_are_named():
+    prompts = streamed([*numbers(5), {"prompt": "9"}], order="sequential")
+    (nine,) = TOKENIZER("9", add_special_tokens=False)["input_ids"]
+    prompts.prompts._flat = prompts.prompts._flat[:0]  # as of a stream whose first rows have no such token
+    prompts.prompts.check_tokens(nine)
+    assert rows_of(prompts.fetch(START, 5)) == [*range(5)]
+    with pytest.raises(DataError, match=rf"row 5 holds token {nine} \('9'\)"):
+        prompts.fetch(START, 6)
+
+
 def numbers(count):
     return [{"prompt": str(n), "n": n} for n in range(count)]
 

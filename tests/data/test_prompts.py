@@ -29,9 +29,17 @@ def test_text_prompts():
 def test_tokens_that_stand_for_images_are_refused():
     prompts = PromptSet(ROWS, TOKENIZER, DataConfig(prompt_column="question"))
     (five,) = set(prompts.prompt(1, uid=0).token_ids[-1:])
-    prompts.refuse_tokens([max(prompts.prompt(1, uid=0).token_ids) + 1])
+    prompts.check_tokens(None, [max(prompts.prompt(1, uid=0).token_ids) + 1])
     with pytest.raises(DataError, match=f"the prompt of .*row 1 holds token {five}, which stands for an image"):
-        prompts.refuse_tokens([five])
+        prompts.check_tokens(None, [five])
+
+
+def test_tokens_that_the_model_lacks_are_refused():
+    prompts = PromptSet(ROWS, TOKENIZER, DataConfig(prompt_column="question"))
+    most = max(max(prompts.prompt(index, uid=0).token_ids) for index in range(2))
+    prompts.check_tokens(most + 1)
+    with pytest.raises(DataError, match=rf"the prompt of .*row 1 holds token {most} \('.'\), and the model has embed"):
+        prompts.check_tokens(most)
 
 
 def test_conversations():

@@ -24,8 +24,8 @@ def config(**settings):
     return GRPOConfig(**settings)
 
 
-def ends(ends, turn_end=None, *, other_ends=False, sizes=(10, 10)):
-    return check_ends(ends, turn_end, other_ends=other_ends, longest=256, pad=None, sizes=sizes)
+def ends(ends, turn_end=None, *, other_ends=False, **more):
+    return check_ends(ends, turn_end, other_ends=other_ends, longest=256, pad=None, **{"sizes": (10, 10), **more})
 
 
 def text(**changes):
@@ -168,6 +168,12 @@ ILL = [
     ("ends", "warn", "every completion runs to 256 tokens", lambda: ends({})),
     ("ends", "warn", "turn with '<end>' (7), which is not an end token", lambda: ends({2: "</s>"}, (7, "<end>"))),
     ("ends", "warn", "the tokenizer has 11 tokens and the model 10", lambda: ends({2: "</s>"}, sizes=(11, 10))),
+    (
+        "ends",
+        "warn",
+        "2 of the model's 10 tokens are of no text, and 20.0% of",
+        lambda: ends({2: ""}, textless=(2, 0.2)),
+    ),
     (
         "answers",
         "warn",

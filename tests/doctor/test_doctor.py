@@ -15,8 +15,8 @@ from cohort.doctor import examine, known
 from cohort.doctor.examine import OF_ROLLOUT
 from cohort.errors import ConfigError
 from cohort.trainer import GRPOTrainer
-from tests.conftest import DEMO_MODEL
-from tests.train.harness import metrics_of, shift_sampler_logps
+from tests.conftest import DEMO_MODEL, tiny_llama
+from tests.train.harness import make_trainer, metrics_of, shift_sampler_logps
 
 REWARDS = """
 from cohort.demo.task import accuracy
@@ -207,6 +207,18 @@ def test_a_model_of_nan(folder):
     with torch.no_grad():
         trainer.policy.model.lm_head.weight.fill_(torch.nan)
     assert failed(trainer) == {"rollout"}
+
+
+def test_tokens_of_no_text_that_a_new_model_draws(demo_tokenizer, tmp_path):
+    known_ones = len(demo_tokenizer)
+    trainer = make_trainer(demo_tokenizer, tmp_path, model=tiny_llama(vocab_size=known_ones + 9))
+    run = known.Run.of(trainer)
+    number, share = known.textless(run)
+    with torch.no_grad():
+        logits_V = trainer.policy.model(torch.tensor([run.first_prompts[0].token_ids])).logits[0, -1]
+    assert number == 9
+    assert share == pytest.approx(float(logits_V.softmax(-1)[known_ones:].sum()), rel=1e-5)
+    assert [str(one.status) for one in known.ends(run)] == ["warn"]
 
 
 def test_no_rollout_is_sampled_if_it_cannot_fit_into_memory(folder, monkeypatch):

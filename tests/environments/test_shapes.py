@@ -143,6 +143,21 @@ def test_arguments_of_reset():
         choose(find_environments(functools.partial(World, "")), row)
 
 
+def test_reset_takes_columns_of_any_name_but_that_of_the_environment():
+    class World:
+        def reset(this, **row):  # noqa: N805
+            this.row = row
+
+        def step(this, text):  # noqa: N805
+            return text
+
+    (shape,) = find_environments(World).values()
+    row = dict.fromkeys(["self", "this", "function", "cls", "environment", "method", "number", "given"], 1)
+    assert shape.arguments(row, 0) == {name: 1 for name in row if name != "this"}
+    run_plain(perform, World, True, 1, "reset", shape.arguments(row, 0))
+    assert LIVE.pop(1).row == shape.arguments(row, 0)
+
+
 def test_an_episode_without_any_reward_has_the_sum_if_the_environment_answers_turns():
     """Such as one that ended before its first `step`: unscored, it would be missing in its group's mean."""
 

@@ -174,6 +174,19 @@ def test_a_function_receives_the_arguments_that_it_names_or_all_of_them():
     assert runner.score(groups()).by_function_SK.tolist() == [[1, 0], [1, 0], [2, 0], [2, 0]]
 
 
+def test_a_column_with_the_name_of_the_object_is_not_passed_to_its_method():
+    class Judge:
+        def __call__(self, completion, **columns):
+            return float(columns == {**columns, "cls": 1, "function": 2} and "self" not in columns)
+
+        def score(this, completion, **columns):  # noqa: N805
+            return float(columns == {**columns, "self": 3} and "this" not in columns)
+
+    row = prompt(self=3, this=4, cls=1, function=2)
+    scores = RewardRunner([Judge(), Judge().score]).score([Group(row, (completion("a"),))])
+    assert scores.by_function_SK.tolist() == [[1, 1]]
+
+
 def test_objects_partials_and_async_functions():
     class Judge:
         async def __call__(self, completion, bonus=0, **_):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -46,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         interrupt; 141 for a closed pipe. docs/reliability.md has the table.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that its encoding lacks is printed as an escape
+        sys.stdout.reconfigure(errors="backslashreplace")
     tokens = sys.argv[1:] if arguments is None else list(arguments)
     try:
         tokens = _launched_apart(tokens)

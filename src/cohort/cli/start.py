@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from cohort.cli.app import STARTED
-from cohort.cli.pipe import output_outlasted
 from cohort.errors import Stopped
+from cohort.terminal import output_outlasted
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig

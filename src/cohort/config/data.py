@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -83,6 +84,15 @@ def parse_slice(text: str) -> slice:
     return slice(start, stop, step)
 
 
+def _read_time(value: Any) -> Any:
+    """A date and time as text, as ISO 8601 writes it, to the second."""
+    try:
+        return datetime.fromisoformat(str(value)).isoformat(timespec="seconds")
+    except ValueError:
+        raise ValueError(f"expected a date and time, as in '2026-11-27T09:30:00', got {value!r:.80}") from None
+
+
+Time = Annotated[str, BeforeValidator(_read_time)]
 Table = Annotated[dict[str, Any], BeforeValidator(_plain)]
 Columns = dict[str, Annotated[str, Field(min_length=1)]]
 Filter = Annotated[str | dict[str, Any], BeforeValidator(_read_filter)]
@@ -220,6 +230,10 @@ class DataConfig(Section):
     chat_template_kwargs: Table = Field({})
     """Variables of the chat template, as in { enable_thinking = false }. The column `chat_template_kwargs` of a row
     overrides them."""
+    template_time: Time | None = None
+    """The time that chat templates print, as in "2026-11-27T09:30:00". Unset: of a template that prints it, the time of
+    the run's start, which the run folder keeps: every prompt of the run, of its evaluations and of `cohort generate
+    RUN` has this time."""
     max_prompt_length: PositiveInt | None = None
     """Maximum number of tokens of a prompt. Unset: what the model's context leaves beside
     `rollout.max_completion_length`."""

@@ -126,6 +126,8 @@ class PromptSet:
         data = rows if isinstance(rows, Data) else load_data(rows, config, name=name, mixed=mixed)
         assert data is not None
         self.data, self.name, self.limit = data, data.name, limit
+        self._tokenizer = tokenizer
+        self._token_limits: tuple[int | None, np.ndarray] = (None, np.array([], np.int32))
         self.columns = tuple(dict.fromkeys(column for source in data.sources for column in source.rows.columns))
         self.renderers = [Renderer(source.config, tokenizer, tools) for source in data.sources]
         batches: list[np.ndarray] = []
@@ -243,15 +245,43 @@ class PromptSet:
         number = int(np.searchsorted(self._bounds, row_index, side="right")) - 1
         return number, int(row_index - self._bounds[number])
 
-    def refuse_tokens(self, token_ids: Collection[int]) -> None:
-        """Raise ``DataError`` if a prompt holds one of the tokens, which stand for images and the like."""
-        for position in np.flatnonzero(np.isin(self._flat, list(token_ids))).tolist() if token_ids else ():
+    def check_tokens(self, vocabulary: int | None, refused: Collection[int] = ()) -> None:
+        """Check the tokens of all prompts, and those of rows that are streamed later.
+
+        Args:
+            vocabulary: tokens that the model has embeddings for; None: unknown.
+            refused: ids of tokens that stand for images and the like.
+
+        Raises:
+            DataError: a prompt holds a token that is refused, or that the model lacks.
+        """
+        self._token_limits = (vocabulary, np.array(sorted(refused), np.int32))
+        for position in np.flatnonzero(self._is_refused(self._flat)).tolist():
             index = int(np.searchsorted(self._ends, position, side="right"))
             if index < len(self) and self._starts[index] <= position:
-                raise DataError(
-                    f"{self.name}: the prompt of {self._row_name(index)} holds token {self._flat[position]}, which "
-                    "stands for an image, a video or sound: Cohort trains on text alone. Remove it from the prompt"
+                self.check_row(
+                    self._flat[position : position + 1], f"{self.name}: the prompt of {self._row_name(index)}"
                 )
+
+    def check_row(self, token_ids: Sequence[int] | np.ndarray, what: str) -> None:
+        """``check_tokens`` of one prompt. Raises ``DataError``, which calls it ``what``."""
+        ids = np.asarray(token_ids)
+        for token in ids[self._is_refused(ids)].tolist():
+            if token in self._token_limits[1]:
+                raise DataError(
+                    f"{what} holds token {token}, which stands for an image, a video or sound: Cohort trains on text "
+                    "alone. Remove it from the prompt"
+                )
+            raise DataError(
+                f"{what} holds token {token} ({self._tokenizer.convert_ids_to_tokens(token)!r}), and the model has "
+                f"embeddings of {self._token_limits[0]:,} tokens: resize them after adding tokens to the tokenizer "
+                "(model.resize_token_embeddings), use the model's own tokenizer, or leave such rows out with "
+                "data.filter"
+            )
+
+    def _is_refused(self, ids: np.ndarray) -> np.ndarray:
+        vocabulary, refused = self._token_limits
+        return np.isin(ids, refused) | (ids >= (np.inf if vocabulary is None else vocabulary))
 
     def _row_name(self, index: int) -> str:
         number, row_index = self._locate(index)

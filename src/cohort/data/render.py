@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cohort.config import DataConfig
-from cohort.data.chat import ChatTemplate, Conversation
+from cohort.data.chat import ChatTemplate, Conversation, text_of
 from cohort.data.rows import Row, check_column, plain
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS, Message
@@ -161,7 +161,9 @@ class Renderer:
             DataError: a row cannot be a prompt, or the tokenizer refuses it.
         """
         made = [(self._make_with_tools(row, where), where) for row, where in zip(rows, row_names, strict=True)]
-        texts = [content if isinstance(content, str) else self.chat.render(content, where) for content, where in made]
+        texts = [
+            content if isinstance(content, str) else self.chat.render(content, where)[1] for content, where in made
+        ]
         kinds = {isinstance(content, str) for content, _ in made}
         if len(kinds) > 1:
             return self._one_by_one(rows, row_names)
@@ -188,7 +190,8 @@ class Renderer:
         text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         if isinstance(content, str):
             return text, content, "", {}
-        prefill = self.chat.prefill(content, self.chat.render(content, where))
+        content, rendered = self.chat.render(content, where)
+        prefill = self.chat.prefill(content, rendered)
         tools = {"tools": content.tools} if content.tools else {}
         return text, list(content.messages), prefill, {**content.variables, **tools}
 
@@ -228,8 +231,10 @@ def _checked_messages(messages: list[Any], where: str) -> list[Message]:
             if kind != "text":
                 expected = "the content of a message must be text, or a list of parts of type 'text'"
                 raise DataError(f"{where}: {expected}; one is of type {kind!r}. Cohort trains on text alone")
+            if not isinstance(part.get("text"), str):
+                raise DataError(f"{where}: a part of type 'text' needs a string as 'text', got {part!r:.100}")
     last = messages[-1]
-    if not last.get("content") and last["role"] in ("user", "assistant"):
+    if not text_of(last) and last["role"] in ("user", "assistant"):
         raise DataError(f"{where}: the prompt is empty: the last message, of role {last['role']!r}, has no content")
     return messages
 
@@ -237,7 +242,7 @@ def _checked_messages(messages: list[Any], where: str) -> list[Message]:
 def _without_nulls(message: Message) -> Message:
     """The message without the keys that Arrow adds; templates see the content of a message even if it is None."""
     return {
-        key: without_null_keys(value) if key == "tool_calls" else value
+        key: without_null_keys(value) if key in ("tool_calls", "content") else value
         for key, value in message.items()
         if value is not None or key == "content"
     }

@@ -101,6 +101,7 @@ class StreamingLoader(PromptLoader):
                 return None
             ids = ids[-limit.tokens :]
             self._read.truncated += 1
+        prompts.check_row(ids, f"the prompt of {where}")
         prompt = prompts.render(number, row, row_number, ids, uid)
         if prompt.is_conversation is not self._is_conversation:
             first = prompts.data.sources[0]

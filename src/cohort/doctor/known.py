@@ -10,12 +10,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from cohort.calls import LOGS
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import unknown_tokens
-from cohort.data.chat import ANSWER, SENTINEL, USER, render
+from cohort.data.chat import ANSWER, SENTINEL, USER, render, text_of
 from cohort.doctor.cost import Memory, check_memory
 from cohort.doctor.finding import Check, Finding
 from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
@@ -143,9 +144,7 @@ def text(run: Run) -> list[Finding]:
 def _lost(prompt: Prompt) -> list[str]:
     """The texts of a prompt, of its last message of a conversation, that its decoded tokens do not contain. Whitespace
     is not compared: some tokenizers do not keep it."""
-    content = prompt.prompt if isinstance(prompt.prompt, str) else prompt.prompt[-1].get("content")
-    if not isinstance(content, str):
-        return []
+    content = prompt.prompt if isinstance(prompt.prompt, str) else text_of(prompt.prompt[-1])
     return [] if "".join(content.split()) in "".join(prompt.text.split()) else [content]
 
 
@@ -160,7 +159,22 @@ def ends(run: Run) -> list[Finding]:
         longest=rollout.max_completion_length,
         pad=tokenizer.pad_token,
         sizes=(len(tokenizer), run.parts.policy.vocab_size),
+        textless=textless(run),
     )
+
+
+def textless(run: Run) -> tuple[int, float]:
+    """How many tokens of the model are of no text, and the probability that the first prompt is followed by one of
+    them, estimated from a few. Weights that are divided over ranks are not asked."""
+    policy, known = run.parts.policy, run.parts.tokenizer
+    if run.parts.world.size > 1 or policy.vocab_size <= len(known):
+        return 0, 0.0
+    ids = sorted({*range(policy.vocab_size)} - {*known.get_vocab().values()})
+    few = ids[:: ceil(len(ids) / READ)]
+    with torch.no_grad():
+        prompt, temperature = run.first_prompts[0].token_ids, run.config.rollout.temperature
+        logps = policy.logps([prompt] * len(few), [[one] for one in few], temperature).logps_N
+    return len(ids), float(logps.exp().mean()) * len(ids)
 
 
 def turn_end(tokenizer: Any) -> tuple[int, str] | None:

@@ -12,6 +12,8 @@ REPEATED, DROPPED, EMPTY = 0.1, 0.2, 0.01
 """Shares above which repeated prompts, dropped rows and empty cells are rarely intended."""
 UNKNOWN = 0.01
 """Share of the prompts' tokens that the tokenizer does not know."""
+TEXTLESS = 1e-3
+"""Share of drawn tokens that are of no text. A trained model draws none."""
 MAX_SHOWN = 60
 
 
@@ -175,6 +177,7 @@ def check_ends(
     longest: int,
     pad: str | None,
     sizes: tuple[int, int],
+    textless: tuple[int, float] = (0, 0.0),
 ) -> list[Finding]:
     """Tokens that end a completion, the pad token, and the size of the vocabulary.
 
@@ -185,8 +188,10 @@ def check_ends(
         longest: maximum number of tokens of a completion.
         pad: the pad token.
         sizes: number of tokens that the tokenizer and that the model knows.
+        textless: number of the model's tokens that are of no text, and the probability that one of them is drawn.
     """
-    check, names = Check("ends"), ", ".join(f"{token!r} ({number})" for number, token in ends.items())
+    check = Check("ends", {"textless": textless[0], "textless_share": textless[1]})
+    names = ", ".join(f"{token!r} ({number})" for number, token in ends.items())
     if not ends and not other_ends:
         check.warn(
             f"neither the model nor the tokenizer names an end token: every completion runs to {longest:,} tokens",
@@ -201,9 +206,15 @@ def check_ends(
         )
     if sizes[0] > sizes[1]:
         check.warn(
-            f"the tokenizer has {sizes[0]:,} tokens and the model {sizes[1]:,}: a prompt with one of the others stops "
-            "the run",
+            f"the tokenizer has {sizes[0]:,} tokens and the model {sizes[1]:,}: a text with one of the others, as of a "
+            "tool, stops the run",
             "resize the model's embeddings, or use its own tokenizer",
+        )
+    if textless[1] > TEXTLESS:
+        check.warn(
+            f"{textless[0]:,} of the model's {sizes[1]:,} tokens are of no text, and {textless[1]:.1%} of what it "
+            "draws are such tokens: completions have less text than tokens",
+            f"a new model: give it {sizes[0]:,} tokens, by vocab_size in its config or model.resize_token_embeddings",
         )
     padding = "no pad token" if pad is None else f"pad token {pad!r}"
     return check.findings(f"end tokens {names or 'none'}; {padding}, which is not needed: nothing is padded")

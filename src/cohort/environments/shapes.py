@@ -47,7 +47,9 @@ class Shape:
     is_async: bool
     """Whether at least one method is ``async``. The environment then lives on the event loop."""
     columns: frozenset[str] | None
-    """The columns of a row that ``reset`` accepts. None: all."""
+    """The columns of a row that ``reset`` accepts. None: all but ``own``."""
+    own: str
+    """The parameter of ``reset`` that takes the environment itself, as ``self``."""
     required: frozenset[str]
     """The columns that ``reset`` needs."""
     seeded: bool
@@ -58,7 +60,8 @@ class Shape:
     def arguments(self, row: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """The arguments of ``reset``: copies, which it may change. A column ``seed`` takes precedence over ``seed``."""
         seeds = {"seed": seed} if self.seeded else {}
-        return seeds | {name: copied(row[name]) for name in row if self.columns is None or name in self.columns}
+        taken = row.keys() - {self.own} if self.columns is None else self.columns
+        return seeds | {name: copied(row[name]) for name in row if name in taken}
 
 
 def find_environments(factory: str | Factory | Mapping[str, str | Factory]) -> dict[str, Shape]:
@@ -168,7 +171,8 @@ def _shape_of_class(found: type, factory: Factory) -> Shape:
         raise ConfigError(
             f"{what}: its public methods are tools of the policy, so name others with an underscore. {error}"
         ) from error
-    parameters = list(inspect.signature(functions["reset"]).parameters.values())[1:]
+    signature = list(inspect.signature(functions["reset"]).parameters.values())
+    parameters, own = signature[1:], [one.name for one in signature[:1] if one.kind is one.POSITIONAL_OR_KEYWORD]
     if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
         raise ConfigError(f"{what}: reset gets the columns of a row by name, so it cannot have positional parameters")
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -180,6 +184,7 @@ def _shape_of_class(found: type, factory: Factory) -> Shape:
         tools=tools,
         is_async=any(inspect.iscoroutinefunction(functions[name]) for name in called),
         columns=None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in named),
+        own=next(iter(own), ""),
         required=frozenset(p.name for p in named if p.default is p.empty) - {"seed"},
         seeded=any(p.name == "seed" for p in named),
         gives_rewards=steps or "get_reward" in functions,
@@ -255,7 +260,7 @@ def error_text(reason: str) -> str:
     return text_of(f"Error: {reason.strip()}"[:MAX_ERROR])
 
 
-def run_plain(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def run_plain(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """Run one of the coroutines above without an event loop: user functions are plain, so nothing is awaited."""
     coroutine = function(*arguments, **named)
     try:

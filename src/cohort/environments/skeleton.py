@@ -36,7 +36,7 @@ _CHANGES: tuple[Callable[[str], str], ...] = (
 """What templates do to the text of a message."""
 
 
-def attempt(tokenizer: Any, messages: Sequence[Any], **arguments: Any) -> str:
+def attempt(tokenizer: Any, messages: Sequence[Any], /, **arguments: Any) -> str:
     """What a chat template renders; empty if it refuses the messages."""
     try:
         return render(tokenizer, messages, **arguments)

@@ -19,13 +19,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, load_config, setting_names
 from cohort.data import Data, load_sets
+from cohort.data.chat import time_now, use_template
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
 from cohort.errors import ConfigError, DataError, NonFiniteError
 from cohort.evaluation.evaluate import Evaluation, Evaluator, Success, check_settings
 from cohort.evaluation.show import compared, show, write_pass_rates, write_rows, write_summary
 from cohort.flags import EvalFlags
-from cohort.policy import context_length, end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
+from cohort.policy import (
+    context_length,
+    end_token_ids,
+    known_tokens,
+    load_policy,
+    load_tokenizer,
+    read_config,
+    resolve_device,
+)
 from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampler, local_engine
 from cohort.runs.chosen import check_not_in_run, check_nothing_missing, model_of, run_of, why_unnamed
@@ -207,8 +216,9 @@ def evaluate(request: Request) -> int:
     resolve_device(settings.model.device)
     names = [request.model] if request.against is None else [request.model, request.against]
     chosen = [model_of(request.model, request.checkpoint), *map(model_of, names[1:])]
+    now = time_now()  # one for both, where the settings have none
     subjects = [
-        _subject(name, *model, request.settings_for(name, settings), rewards, data, acting)
+        _subject(name, *model, request.settings_for(name, settings), now, rewards, data, acting)
         for name, model in zip(names, chosen, strict=True)
     ]
     _check_same_prompts(subjects)
@@ -248,22 +258,25 @@ def _subject(
     path: str,
     note: str,
     settings: GRPOConfig,
+    now: str,
     rewards: RewardRunner,
     data: Mapping[str, Data],
     acting: Acting | None,
 ) -> Subject:
     tokenizer = load_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)
-    if settings.data.chat_template is not None:
-        tokenizer.chat_template = settings.data.chat_template
-    config = read_config(path, trust_remote_code=settings.model.trust_remote_code)
+    use_template(tokenizer, settings.data.chat_template, settings.data.template_time, now)
+    config = read_config(path, trust_remote_code=settings.model.trust_remote_code, whole=True)
     sampler = None
     if acting:
         ends = end_token_ids(path, tokenizer, trust_remote_code=settings.model.trust_remote_code)
         variables = settings.data.chat_template_kwargs
         sampler = partial(acting.sampler, turn_format=acting.turn_format(tokenizer, ends, variables))
     context, fits = context_length(config), not _sets_length(settings)
-    evaluator = Evaluator.of(settings, data, rewards, tokenizer, context, acting, fits=fits, flag="--max-tokens")
-    return Subject(name, path, note, tokenizer, config, evaluator, sampler)
+    tokens = known_tokens(path, config)
+    evaluator = Evaluator.of(
+        settings, data, rewards, tokenizer, context, acting, tokens, fits=fits, flag="--max-tokens"
+    )
+    return Subject(name, path, note, tokenizer, config.get_text_config(), evaluator, sampler)
 
 
 def _sets_length(settings: GRPOConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -132,6 +132,7 @@ class Evaluator:
         tokenizer: Any,
         context: int | None,
         acting: Acting | None = None,
+        tokens: tuple[int | None, Collection[int]] = (None, ()),
         *,
         fits: bool = False,
         flag: str = "",
@@ -145,6 +146,7 @@ class Evaluator:
             tokenizer: the model's tokenizer.
             context: context length of the model in tokens; None: unknown.
             acting: the tools and environments.
+            tokens: the tokens that prompts may hold, as ``PromptSet.check_tokens`` takes them.
             fits: completions are no longer than the context leaves beside the longest prompt.
             flag: what errors say to set in place of the setting, for shorter completions.
 
@@ -162,6 +164,7 @@ class Evaluator:
         tools = acting.schemas_of if acting else None
         made = {name: PromptSet(data, tokenizer, config.data, limit=limit, tools=tools) for name, data in sets.items()}
         for prompts in made.values():
+            prompts.check_tokens(*tokens)
             with seeded(config.run.seed):
                 state = TrainerState(evaluating=True)
                 rewards.dry_run(prompts[:2], state=state, episodes=acting is not None)

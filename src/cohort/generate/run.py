@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import signal
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from cohort.data import unknown_tokens
+from cohort.data.chat import use_template
 from cohort.environments.turns import TurnFormat
 from cohort.errors import ModelError, NonFiniteError
 from cohort.generate.request import (
@@ -72,8 +72,7 @@ class Job:
         self.model, self.note = model_of(request.model, request.checkpoint)
         remote = self.loading.trust_remote_code
         self.tokenizer = load_tokenizer(self.model, trust_remote_code=remote)
-        if data.chat_template is not None:
-            self.tokenizer.chat_template = data.chat_template
+        use_template(self.tokenizer, data.chat_template, data.template_time)
         self.turn_format: TurnFormat | None = None
         if self.acting:
             ends = end_token_ids(self.model, self.tokenizer, trust_remote_code=remote)
@@ -219,8 +218,6 @@ def _check_folder(model: str) -> None:
 @contextlib.contextmanager
 def _opened(request: Request) -> Iterator[IO[str] | None]:
     """The file of completions; None if they are shown on the terminal instead."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # instead of failing on characters outside its encoding
     if request.output is None:
         yield None
     elif (path := request.output_path) is None:

@@ -2,7 +2,7 @@
 
 from cohort.policy.adapters import adapter_weights, add_adapters, has_adapters, merged, trained_adapter
 from cohort.policy.compute import disable_dropout, enable_checkpointing
-from cohort.policy.context import context_length
+from cohort.policy.context import context_length, known_tokens
 from cohort.policy.deferred import DeferredModel
 from cohort.policy.export import named_weights
 from cohort.policy.head import CompletionStates, Head, TokenLogps, chunked_terms

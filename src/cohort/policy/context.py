@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cohort.policy.vision import placeholder_ids
+
 
 def context_length(config: Any) -> int | None:
     """The maximum number of tokens of a model, prompt and completion together. None if its config has no limit. With
@@ -29,3 +31,18 @@ def hidden_size(config: Any) -> int:
     """H; 0 if the config has none. A config that reads images has it in that of its language model."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return int(getattr(config, "hidden_size", 0) or 0)
+
+
+def known_tokens(model: Any, config: Any) -> tuple[int | None, frozenset[int]]:
+    """The number of tokens that a model has embeddings for, and the ids among them that stand for what is not text; see
+    ``PromptSet.check_tokens``.
+
+    Args:
+        model: a loaded model, which is asked itself, or anything else.
+        config: the config of the whole model.
+    """
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if hasattr(model, "get_input_embeddings"):
+        found = (model.get_input_embeddings(), model.get_output_embeddings())
+        size = min((len(one.weight) for one in found if hasattr(one, "weight")), default=size)
+    return size if isinstance(size, int) and size > 0 else None, placeholder_ids(config)

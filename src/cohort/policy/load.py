@@ -345,8 +345,9 @@ def read_configs(name: str, *, trust_remote_code: bool = False) -> tuple[Any, An
     return found, read_config(name, trust_remote_code=trust_remote_code)
 
 
-def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
-    """The config of a model's text part, from a loaded model, or from a folder or hub id without loading the model.
+def read_config(model: Any, *, trust_remote_code: bool = False, whole: bool = False) -> Any:
+    """The config of a model's text part, or of the ``whole`` model, from a loaded model, or from a folder or hub id
+    without loading the model.
 
     Raises:
         ModelError: there is no config to read.
@@ -354,12 +355,13 @@ def read_config(model: Any, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig
 
     if not isinstance(model, str):
-        return model.config.get_text_config()
+        return model.config if whole else model.config.get_text_config()
     path = base_path(_check_folder(model))
     if Path(path).is_dir():
         check_config(Path(path))
     with _errors(f"cannot read a model's config in {model!r}", path):
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return config if whole else config.get_text_config()
 
 
 def _check_folder(path: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -27,6 +29,24 @@ def placeholder_ids(config: Any) -> frozenset[int]:
         return frozenset()
     found = (getattr(config, name, None) for name in PLACEHOLDERS)
     return frozenset(one for one in found if isinstance(one, int) and one >= 0)
+
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def processor_files(model: Any, *, download: bool = False) -> list[Path]:
+    """The files, beside those of its tokenizer, that tell how a model's images and sound are prepared, from where the
+    model was loaded. Training needs none of them: what it saves is to be used with them again."""
+    from transformers.utils import cached_file
+
+    if not reads_images(getattr(model, "config", None)):
+        return []
+    found: list[str | None] = []
+    with suppress(Exception):  # the name of no folder or hub id, as of a model built in memory, or there is no network
+        for name in PROCESSOR_FILES:
+            options = {"local_files_only": not download, "_raise_exceptions_for_missing_entries": False}
+            found.append(cached_file(model.config._name_or_path, name, **options))
+    return [Path(one) for one in found if one]
 
 
 def auto_class(config: Any) -> Any:

@@ -18,7 +18,7 @@ OF_EVALUATION = ("temperature", "top_p", "top_k", "min_p", "max_completion_lengt
 SAMPLING = ("repetition_penalty", "min_completion_length", "regex", "json_schema", "stop")
 """Settings of ``[rollout]`` that evaluations share with the training."""
 NOT_OF_REWARDS = ("rollout.engine", "rollout.prompts_per_step", "rollout.num_generations", "rollout.replay_sampling",
-    "rollout.max_batch_size", "rollout.lag", "rollout.cache_tokens", "data.eval")  # fmt: skip
+    "rollout.max_batch_size", "rollout.lag", "rollout.cache_tokens", "data.eval", "data.template_time")  # fmt: skip
 """How the names of settings begin that do not change what a training reward means."""
 
 

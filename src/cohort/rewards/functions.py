@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, count, islice
 from typing import Any
 
-from cohort.calls import LOGS, is_async, partial_layers, recorded
+from cohort.calls import LOGS, is_async, own_parameter, partial_layers, recorded
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.rewards.contract import RewardFunction, call_options, parameters_of
@@ -53,8 +53,8 @@ class Function:
         for parameter in parameters:
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise RewardError(f"{self} takes {parameter.name!r} by position: it must accept it by name")
-        # Parameters bound by a partial already have a value: a column of the same name does not replace it.
-        self._bound = frozenset(call.keywords) if isinstance(call, partial) else frozenset()
+        # Parameters bound by a partial or a method already have a value: a column of the same name does not replace it.
+        self._bound = frozenset(call.keywords if isinstance(call, partial) else ()) | {own_parameter(call)}
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in self._bound]
         self._names = frozenset(p.name for p in named)
         self._required = [p.name for p in named if p.default is p.empty and p.name not in LOGS]

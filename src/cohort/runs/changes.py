@@ -33,7 +33,8 @@ MAY_CHANGE_ON_RESUME = {
 """Settings, and sections, that do not change what a step computes: where, how long and how fast a run goes, and how it
 is judged."""
 COMPARED_BY_FACTS = {"model.path", "data.train", "reward.functions", "environment.tools", "environment.factory"}
-"""Settings that are names. The facts say whether what they name is the same."""
+COMPARED_BY_FACTS |= {"data.template_time"}
+"""Settings that are names, or a time. The facts say whether what they name, or what is printed at it, is the same."""
 NEVER = {"optim.optimizer"}
 """Settings that the state in a checkpoint does not fit when they change."""
 HASHED = {"prompts": "the prompts", "columns": "the data's columns", "code": "the code", "model": "the model"}

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from cohort.errors import RunFolderError
+from cohort.errors import ModelError, RunFolderError
 from cohort.parallel import World, together
 from cohort.parallel.full import class_before_sharding
 from cohort.policy import Policy, adapter_weights, has_adapters, merged, trained_adapter, without_progress_bars
+from cohort.policy.vision import processor_files
 from cohort.runs.durable import replaced, sync_path
 from cohort.runs.lines import FileRecord
 from cohort.runs.tensors import is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
+
+_SAVING = threading.Lock()
+"""Held while a generation config is written in place of its own way: a checkpoint may be written in the background."""
 
 
 def save_model(
@@ -46,26 +54,68 @@ def save_model(
     if adapters:
         name = trained_adapter(model)
         model, more = (merged(model), {}) if merge else (model, more | {"selected_adapters": [name]})
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None and generation_config.do_sample is not True:
-        # transformers refuses to write a temperature beside do_sample=False, and would do so after all the training.
-        sampling = ("temperature", "top_p", "top_k", "min_p", "typical_p")
-        if any(getattr(generation_config, name, None) is not None for name in sampling):
-            generation_config.do_sample = True
     records: dict[str, FileRecord] = {}
     with without_progress_bars():
         if copies is None or adapters:
-            model.save_pretrained(path, **more)
+            with _generation_config_as_it_is(model):
+                model.save_pretrained(path, **more)
         else:
             # safetensors holds the interpreter while it writes, so that training would wait: it is not asked to.
-            model.save_pretrained(path, state_dict={})
+            with _generation_config_as_it_is(model):
+                model.save_pretrained(path, state_dict={})
             records |= _write_weights(Path(path), model, copies)
     if adapters and not merge and name != "default":  # peft writes those of other names to a folder in it
         for file in (Path(path) / name).iterdir():
             file.replace(Path(path) / file.name)
         (Path(path) / name).rmdir()
     tokenizer.save_pretrained(path)
+    for file in () if has_adapters(model) else processor_files(model):
+        shutil.copyfile(file, Path(path) / file.name)
     return records
+
+
+@contextmanager
+def _generation_config_as_it_is(model: Any) -> Iterator[None]:
+    """While the block runs, the model's generation config is written as it is. transformers refuses one that has a
+    temperature beside ``do_sample=False``, for example, and would do so after all the training."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        yield
+        return
+    text = config.to_json_string(keys_to_pop=["compile_config"])
+
+    def write(folder: str | Path, **_: Any) -> None:
+        (Path(folder) / "generation_config.json").write_text(text, encoding="utf-8")
+
+    with _SAVING, mock.patch.object(config, "save_pretrained", write):
+        yield
+
+
+def check_writable(policy: Policy, tokenizer: Any) -> None:
+    """Write everything of a model but its weights once, to a folder that is deleted: an object that has no JSON would
+    end the run at its first checkpoint.
+
+    Raises:
+        ModelError: something cannot be written.
+    """
+    model: Any = policy.model
+    adapters = has_adapters(model)
+    processor_files(model, download=not adapters)
+    writes: dict[str, Callable[[str], Any]] = {
+        type(one).__name__: one.save_pretrained
+        for one in (*(model.peft_config.values() if adapters else [model.config]), tokenizer)
+    }
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        writes[type(generation).__name__] = lambda _: generation.to_json_string()
+    with tempfile.TemporaryDirectory() as folder:
+        for what, write in writes.items():
+            try:
+                write(folder)
+            except Exception as error:  # of any kind: whoever made the object may have put anything into it
+                raise ModelError(
+                    f"{what} cannot be written, so no checkpoint could be: {type(error).__name__}: {error}. Remove "
+                    "from it what JSON lacks"
+                ) from error
 
 
 def save_merged(target: Path, policy: Policy, tokenizer: Any, world: World) -> None:

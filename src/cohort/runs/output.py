@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cohort.config import GRPOConfig, load_config
@@ -93,6 +94,22 @@ def find_folder(
     folder = folder or output_folder(config, world, resume=bool(resume))
     with closed_on_error(folder):
         return folder, on_main(world, lambda: find_run(folder, config, resume, allowed))
+
+
+def template_time(config: GRPOConfig) -> str | None:
+    """``data.template_time``; if it is unset, that of the run in ``run.output_dir``, which may be resumed."""
+    known, folder = config.data.template_time, config.run.output_dir
+    if known is None and folder is not None and RunFolder(folder).is_run:
+        with suppress(ConfigError):  # said when the run is resumed
+            known = load_config(Path(folder).expanduser() / "config.toml", of_run=True).data.template_time
+    return known
+
+
+def with_template_time(config: GRPOConfig, time: str | None) -> GRPOConfig:
+    """The settings with ``data.template_time``, unless it is None."""
+    return (
+        config.model_copy(update={"data": config.data.model_copy(update={"template_time": time})}) if time else config
+    )
 
 
 @contextmanager

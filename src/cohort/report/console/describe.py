@@ -9,9 +9,11 @@ from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampling, VLLMEngine
 from cohort.rollout.checks import describe_end_tokens
+from cohort.terminal import output_outlasted
 from cohort.types import Prompt
 
 
+@output_outlasted()
 def announce(*paragraphs: str) -> None:
     """Print and flush, so that the text is there if something fails later."""
     for paragraph in paragraphs:
