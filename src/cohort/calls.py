@@ -91,7 +91,7 @@ def _call_plain(function: Callable[..., Any], logs: Collection[str], /, **argume
     with kept(function):
         returned = function(**call.arguments(arguments, logs))
     if inspect.isawaitable(returned):
-        returned = run_on_loop(_without_exit(returned)).result()
+        returned = run_on_loop(_without_exit(lambda: returned)).result()
     call.returned = copied(returned)  # a function may use the list again that it returns
     call.seconds = time.perf_counter() - start
     return call
@@ -249,12 +249,12 @@ class Calls:
     async def _await(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None) -> Any:
         """A call that takes too long is cancelled but not awaited: it may ignore the cancellation."""
         async with self._slots:
-            task = asyncio.ensure_future(_without_exit(function(**arguments)))
+            task = asyncio.ensure_future(_without_exit(functools.partial(function, **arguments)))
             try:
                 await asyncio.wait({task}, timeout=timeout)
             finally:
                 if not task.done():
-                    task.add_done_callback(lambda late: late.cancelled() or late.exception())  # mark as retrieved
+                    task.add_done_callback(retrieved)
                     task.cancel()
             if not task.done():
                 raise CallFailed(f"took more than {timeout:g} s", timed_out=True)
@@ -309,6 +309,18 @@ def check_loop(limit: float) -> None:
         )
 
 
+def retrieved(ended: asyncio.Future[Any]) -> None:
+    """A callback of a future of asyncio that nobody waits for any more: without it, its exception would be printed when
+    it is deleted."""
+    if not ended.cancelled():
+        ended.exception()
+
+
+def failure_of(ended: Future[Any]) -> BaseException | None:
+    """Why a call that has ended gave no result. None: it gave one. A function may have cancelled the calls of others."""
+    return CallFailed("was cancelled") if ended.cancelled() else ended.exception()
+
+
 def as_failure(error: BaseException) -> CallFailed:
     """The reason why a call gave no result, from what its future or a direct call raised."""
     if isinstance(error, CallFailed):
@@ -358,13 +370,20 @@ def run_on_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="cohort-calls", daemon=True).start()
+    threading.Thread(target=_run_forever, args=[loop], name="cohort-calls", daemon=True).start()
     return loop
 
 
-async def _without_exit(result: Awaitable[Any]) -> Any:
-    """Wait for a call. ``SystemExit`` and ``KeyboardInterrupt`` would end the loop and every other call on it."""
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop also after a function has stopped it, or a task of a function has raised what ends a loop."""
+    while True:
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+
+
+async def _without_exit(function: Callable[[], Awaitable[Any]]) -> Any:
+    """Make a call. ``SystemExit`` and ``KeyboardInterrupt`` would end the loop and every other call on it."""
     try:
-        return await result
+        return await function()
     except (SystemExit, KeyboardInterrupt) as error:
         raise CallFailed(describe_error(error), traceback_of(error)) from None

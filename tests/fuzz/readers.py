@@ -235,7 +235,7 @@ def read_manifest(folder: Path, data: bytes) -> None:
 
 def prepare_manifest(folder: Path) -> None:
     (folder / "step-1" / "state").mkdir(parents=True)
-    for name in ("a.safetensors", "state/loop.json"):
+    for name in ("a.bin", "state/loop.json"):
         write_file(folder / "step-1" / name, [name.encode()])
     write_manifest(folder / "step-1", {})
 
@@ -244,7 +244,7 @@ def _record(text: str) -> dict[str, Any]:
     return {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-MANIFEST = {"format": 1, "files": {name: _record(name) for name in ("a.safetensors", "state/loop.json")}}
+MANIFEST = {"format": 1, "files": {name: _record(name) for name in ("a.bin", "state/loop.json")}}
 
 
 def read_metrics(folder: Path, data: bytes) -> None:

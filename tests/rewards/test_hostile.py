@@ -181,6 +181,47 @@ def test_a_function_that_swallows_its_cancellation_stalls_nobody(runner_of):
     assert time.monotonic() - start < 4
 
 
+@pytest.mark.parametrize(
+    "what", ["cancel all", "stop the loop", "exit in a task", "exit in a callback", "cancel itself"]
+)
+def test_a_function_that_ends_what_runs_beside_it_ends_no_run(runner_of, what):
+    """Its neighbours are scored, or are not and are named; the next rollout is scored as ever."""
+    hostile = True
+
+    async def judge(completion, **_):
+        loop = asyncio.get_running_loop()
+        if completion == "a":
+            return 1.0
+        await asyncio.sleep(0.05)
+        if hostile and completion == "b":
+            if what == "cancel all":
+                for task in asyncio.all_tasks():
+                    task.cancel()
+            elif what == "stop the loop":
+                loop.stop()
+            elif what == "exit in a task":
+                loop.create_task(exits())
+            elif what == "exit in a callback":
+                loop.call_soon(sys.exit)
+            else:
+                asyncio.current_task().cancel()
+        await asyncio.sleep(0.05)
+        return 1.0
+
+    async def exits():
+        raise SystemExit
+
+    runner = runner_of(judge, timeout=20.0)
+    scores = runner.score(rollout(["a", "b"], ["c", "d"]))
+    unscored = {"cancel all": [False, True, True, True], "cancel itself": [False, True, False, False]}.get(
+        what, [False] * 4
+    )
+    assert scores.rewards_S.isnan().tolist() == unscored
+    assert all("was cancelled" in error or "CancelledError" in error for error in scores.errors.values())
+    hostile = False
+    assert runner.score(rollout(["a", "b"])).rewards_S.tolist() == [1.0, 1.0]
+
+
 def test_megabytes_of_output_and_a_held_interpreter_lock(runner_of, capfd):
     def hostile(completion):
         if completion == "print":

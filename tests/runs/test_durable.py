@@ -15,9 +15,9 @@ from cohort.runs.lines import write_atomically, write_file
 
 def whole_folder(path):
     with replaced(path) as part:
-        record = write_file(part / "state" / "a.safetensors", [b"one", b"two"])
+        record = write_file(part / "state" / "a.bin", [b"one", b"two"])
         (part / "config.json").write_text("{}")
-        write_manifest(part, {"state/a.safetensors": record})
+        write_manifest(part, {"state/a.bin": record})
     return path
 
 
@@ -28,7 +28,7 @@ def test_a_folder_and_its_manifest(tmp_path):
     # sha256sum of "onetwo" and of "{}"
     assert files == {
         "config.json": {"bytes": 2, "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"},
-        "state/a.safetensors": {
+        "state/a.bin": {
             "bytes": 6,
             "sha256": "25b6746d5172ed6352966a013d93ac846e1110d5a25e8f183b5931f4688842a1",
         },
@@ -47,7 +47,7 @@ def flip(path):
     [
         (lambda folder: (folder / "config.json").unlink(), "step-1 lacks config.json"),
         (lambda folder: (folder / "config.json").write_text("{ }"), "config.json has 3 bytes; 2 were written"),
-        (lambda folder: flip(folder / "state/a.safetensors"), "a.safetensors is not what was written: its SHA-256"),
+        (lambda folder: flip(folder / "state/a.bin"), "a.bin is not what was written: its SHA-256"),
         (lambda folder: (folder / "b.safetensors").write_text(""), "b.safetensors was not written with it"),
         (lambda folder: (folder / MANIFEST).unlink(), "step-1 has no manifest.json"),
         (lambda folder: (folder / MANIFEST).write_text("["), "manifest.json is damaged"),
@@ -127,7 +127,7 @@ def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypa
     monkeypatch.setattr(os, "fsync", fsync)
     whole_folder(tmp_path / "step-1")
     part = str(tmp_path / "step-1.part")
-    files = [f"{part}/{name}" for name in ("state/a.safetensors", "config.json", MANIFEST, "state")]
+    files = [f"{part}/{name}" for name in ("state/a.bin", "config.json", MANIFEST, "state")]
     assert synced == [*files, part, str(tmp_path)]
 
 

@@ -1,5 +1,6 @@
 """Files of a checkpoint that are not as they were written: nothing of it is used, and the one before is taken."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from cohort.cli import main
 from cohort.errors import RunFolderError
 from cohort.lock import Lock
-from cohort.runs.durable import MANIFEST
+from cohort.runs.durable import MANIFEST, write_manifest
 from cohort.runs.folder import RunFolder
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.train.harness import make_trainer, metrics_of, same_parameters
@@ -177,3 +178,53 @@ def test_verify_follows_no_link_that_leads_out_of_the_run(run, tmp_path, capsys)
     (folder / "summary.json").symlink_to("/dev/zero")
     assert main(["verify", str(folder)]) == 2
     assert "summary.json is a symbolic link to /dev/zero" in capsys.readouterr().err
+
+
+def rewritten(folder, change):
+    """Change files of a checkpoint, and write a manifest that agrees with them."""
+    change(folder)
+    (folder / MANIFEST).unlink()
+    write_manifest(folder, {})
+
+
+def without(key):
+    def change(folder):
+        file = folder / "state" / "loop.json"
+        file.write_text(
+            json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != key})
+        )
+
+    return change
+
+
+def broken_pending(folder):
+    pending = next((folder / "state").glob("rollout-*.json"))
+    pending.write_text(pending.read_text().replace('"prompt"', '"prompts"'))
+
+
+UNREADABLE = {
+    "model.safetensors": lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"),
+    "optimizer.safetensors": lambda folder: (folder / "state/optimizer.safetensors").write_bytes(b""),
+    "reference.safetensors": lambda folder: (folder / "state/reference.safetensors").write_bytes(b"\xff" * 64),
+    "sampler.safetensors": lambda folder: (folder / "state/sampler.safetensors").write_bytes(b"\0" * 7),
+    "rollout": lambda folder: next((folder / "state").glob("rollout-*.safetensors")).write_bytes(
+        b"\2" + b"\0" * 7 + b"{]"
+    ),
+    "rollout's tree": broken_pending,
+    "loop.json": lambda folder: (folder / "state/loop.json").write_text("[]"),
+    "loop.json without random": without("random"),
+    "loop.json without version": without("version"),
+    "lost optimizer": lambda folder: (folder / "state/optimizer.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_file_that_cannot_be_read_though_the_manifest_agrees(run, tmp_path, caplog, capsys, change):
+    folder, trainer = run
+    copy = shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("best", "rollouts"))
+    rewritten(copy / "checkpoints" / "step-2", change)
+    shutil.rmtree(copy / "checkpoints" / "step-3")
+    assert RunFolder(copy).check_resumable(trainer.args) == 1
+    assert "going on from step 1 instead" in caplog.text
+    assert main(["verify", str(copy)]) == 1
+    assert "broken  checkpoints/step-2: " in capsys.readouterr().out

@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 import functools
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from cohort.errors import ConfigError, SandboxError
 from cohort.sandbox import Limits, Outcome, Program, Sandbox, sandbox
+from cohort.workers import usable_cores
 from tests.sandbox.conftest import sandboxes
 from tests.sandbox.needs import needs_bwrap
 from tests.sandbox.test_attacks import FILES, run
@@ -190,6 +193,37 @@ def test_a_cancelled_run_is_killed_at_any_time():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, bubblewrap is not tried")
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_cancelled_run_prints_nothing(times):
+    """Its end is an error that nobody waits for. Cancelled twice, the wait for this end ends as well."""
+    printed, begun, ended = [], threading.Event(), threading.Event()
+
+    def running(cancelled):
+        begun.set()
+        cancelled.wait(60)
+        ended.wait(60)
+        raise SandboxError("the run was cancelled")
+
+    async def cancel():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: printed.append(context))
+        task = asyncio.ensure_future(sandbox._in_queue(running))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        ended.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        meeting = threading.Barrier(threads := usable_cores())  # each thread forgets its last call with the next one
+        await asyncio.gather(*(sandbox._in_queue(lambda _: meeting.wait(60)) for _ in range(threads)))
+        gc.collect()
+
+    asyncio.run(cancel())
+    assert printed == []
+
+
 def test_a_run_is_cancelled_while_bubblewrap_hangs(monkeypatch, tmp_path):
     """Its first process is in a session of its own, and only its mark leads to it."""
     hang = "setsid /bin/sh -c 'sleep 5 > /dev/null 2>&1; true' \"$@\" &\nwait\n"

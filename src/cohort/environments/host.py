@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cohort.calls import Calls, Settled, as_failure, check_loop, is_async
+from cohort.calls import Calls, Settled, as_failure, check_loop, failure_of, is_async
 from cohort.config import EnvironmentConfig
 from cohort.environments.calls import ParsedTurn
 from cohort.environments.contract import Answer, Ended, EpisodeFailed, ToolCall
@@ -363,9 +363,7 @@ def _errors_to(outcome: Future[Any]) -> Iterator[None]:
 
 def _failure(done: Future[Any]) -> CallFailed | None:
     """Why a call gave no result. None: it gave one."""
-    if done.cancelled():
-        return CallFailed("was cancelled")
-    error = done.exception()
+    error = failure_of(done)
     return None if error is None else as_failure(error)
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from cohort.calls import Call, Calls, as_failure, copied, interruptible, wait_all
+from cohort.calls import Call, Calls, as_failure, copied, failure_of, interruptible, wait_all
 from cohort.config import RewardConfig
 from cohort.errors import RewardError
 from cohort.parallel import World, agreed, prompt_shares
@@ -348,7 +348,7 @@ class Scoring:
         self._wait(tasks)
         for task in tasks:
             assert task.future is not None
-            error = task.future.exception()
+            error = failure_of(task.future)
             task.call = Call()
             if isinstance(error, RewardError):
                 raise error

@@ -100,6 +100,8 @@ class SavedState:
     """The last updates that were skipped because they were not finite."""
     companion: Mapping[str, Any] = field(default_factory=dict)
     """State of the companion object of ``GRPOTrainer.steps``."""
+    version: int = 0
+    """``Policy.version`` of a loaded checkpoint. The policy's own is stored."""
     has_sampler: bool = False
     """Whether weights were loaded into ``Models.sampler``."""
 
@@ -237,13 +239,14 @@ def as_json_text(loop: Mapping[str, Any]) -> bytes:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Check that a checkpoint is as it was written, and the one that its name says.
+    """Check that a checkpoint is as it was written, that its state can be read, and that it is the one that its name
+    says.
 
     Raises:
-        RunFolderError: a file is missing or differs, or the folder was renamed.
+        RunFolderError: a file is missing, differs or cannot be read, or the folder was renamed.
     """
     check_whole(folder)
-    step = read_object(folder / LOOP).get("step")
+    step = _saved_state(folder).step
     if folder.name.startswith("step-") and folder.name != f"step-{step}":
         raise RunFolderError(f"{folder} is the checkpoint of step {step}")
 
@@ -262,12 +265,10 @@ def load_weights(policy: Policy, folder: Path) -> None:
     """Take the weights of a checkpoint, or of ``best/``. Every rank reads its part of them.
 
     Raises:
-        RunFolderError: they are of a model with other weights.
+        RunFolderError: they cannot be read, or are of a model with other weights.
     """
     trained = trained_weights(policy)
-    with damage_named(folder):
-        saved = saved_weights(policy, folder, trained)
-    _fill(trained, saved, folder)
+    _fill(trained, saved_weights(policy, folder, trained), folder)
 
 
 def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedState:
@@ -284,7 +285,7 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
     Raises:
         RunFolderError: the run that wrote it had a model with other weights.
     """
-    policy, loop = models.policy, read_object(folder / LOOP)
+    policy, saved = models.policy, _saved_state(folder)
     load_weights(policy, folder)
     if own := models.reference_weights:
         if (folder / REFERENCE).exists():
@@ -297,24 +298,35 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
     has_sampler = models.sampler is not None and (folder / SAMPLER).exists()
     if models.sampler is not None and has_sampler:
         _fill(models.sampler, read_tensors(folder / SAMPLER), folder / "state")
-    policy.version = loop["version"]
-    set_random_state(loop["random"][rank % len(loop["random"])])
-    return SavedState(
-        step=loop["step"],
-        optimizer={"tensors": read_tensors(folder / OPTIMIZER), "numbers": loop["optimizer"]},
-        cursor=loop["cursor"],
-        adaptive=loop["adaptive"],
-        best=loop["best"],
-        identity=loop["identity"],
-        random=loop["random"],
-        rollouts=_loaded_rollouts(folder / "state"),
-        updates=load_values(path) if (path := folder / "state" / UPDATES).with_suffix(".json").exists() else None,
-        metrics=loop.get("metrics"),
-        microbatch_tokens=max(0, int(loop.get("microbatch_tokens", 0))),
-        nonfinite_in_a_row=max(0, int(loop.get("nonfinite_in_a_row", 0))),
-        companion=dict(loop.get("companion", {})),
-        has_sampler=has_sampler,
-    )
+    policy.version = saved.version
+    set_random_state(saved.random[rank % len(saved.random)])
+    return replace(saved, has_sampler=has_sampler)
+
+
+def _saved_state(folder: Path) -> SavedState:
+    """The state that a checkpoint stores.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    with damage_named(folder):
+        loop = read_object(folder / LOOP)
+        return SavedState(
+            step=loop["step"],
+            optimizer={"tensors": read_tensors(folder / OPTIMIZER), "numbers": loop["optimizer"]},
+            cursor=loop["cursor"],
+            adaptive=loop["adaptive"],
+            best=loop["best"],
+            identity=loop["identity"],
+            random=loop["random"],
+            rollouts=_loaded_rollouts(folder / "state"),
+            updates=load_values(path) if (path := folder / "state" / UPDATES).with_suffix(".json").exists() else None,
+            metrics=loop.get("metrics"),
+            microbatch_tokens=max(0, int(loop.get("microbatch_tokens", 0))),
+            nonfinite_in_a_row=max(0, int(loop.get("nonfinite_in_a_row", 0))),
+            companion=dict(loop.get("companion", {})),
+            version=loop["version"],
+        )
 
 
 def _loaded_rollouts(folder: Path) -> dict[int, StoredRollout]:

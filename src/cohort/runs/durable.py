@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from cohort.errors import DiskError, RunFolderError, out_of_memory
 from cohort.runs.lines import FileRecord, Threads, write_file
@@ -65,8 +65,15 @@ def check_whole(folder: Path) -> None:
     for name, found in zip(expected, _records(folder, expected), strict=True):
         if found != expected[name]:
             raise RunFolderError(f"{folder}: {name} is not what was written: its SHA-256 differs")
+    tensors = [name for name in files if name.endswith(".safetensors")]
     if added := [name for name in files if ".safetensors" in name and name not in expected]:
         raise RunFolderError(f"{folder}: {added[0]} was not written with it")
+    for name in tensors:
+        try:
+            with safe_open(files[name], "numpy"):  # reads the header, which says where each tensor is
+                pass
+        except (SafetensorError, OSError) as error:
+            raise RunFolderError(f"{folder}: {name} cannot be read, though it is as it was written: {error}") from None
 
 
 @contextmanager

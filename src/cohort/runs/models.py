@@ -22,6 +22,7 @@ from cohort.policy import Policy, adapter_weights, has_adapters, merged, trained
 from cohort.policy.vision import processor_files
 from cohort.runs.durable import replaced, sync_path
 from cohort.runs.lines import FileRecord
+from cohort.runs.reading import damage_named
 from cohort.runs.tensors import is_sharded, named_weights, own, read_tensors, share, whole, write_tensors
 
 _SAVING = threading.Lock()
@@ -167,7 +168,7 @@ def check_saved(policy: Policy, folder: Path) -> None:
         folder: a checkpoint, or ``best/``.
 
     Raises:
-        RunFolderError: a tensor differs or is missing.
+        RunFolderError: a tensor differs or is missing, or a file cannot be read.
     """
     trained = trained_weights(policy)
     saved = saved_weights(policy, folder, trained)
@@ -188,11 +189,16 @@ def trained_weights(policy: Policy) -> Mapping[str, Tensor]:
 
 def saved_weights(policy: Policy, folder: Path, trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """A saved model's weights under the names that the model has them: as they are in its files or, if transformers
-    writes the architecture's weights in another form, through transformers."""
+    writes the architecture's weights in another form, through transformers.
+
+    Raises:
+        RunFolderError: a file cannot be read.
+    """
     files = sorted(folder.glob("*.safetensors"))
-    saved = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
-    as_they_are = all(name in trained and trained[name].shape == saved[name].shape for name in saved)
-    return saved if as_they_are or has_adapters(policy.model) else _loaded_weights(policy, folder)
+    with damage_named(folder):
+        saved = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+        as_they_are = all(name in trained and trained[name].shape == saved[name].shape for name in saved)
+        return saved if as_they_are or has_adapters(policy.model) else _loaded_weights(policy, folder)
 
 
 def _loaded_weights(policy: Policy, folder: Path) -> dict[str, Tensor]:

@@ -11,11 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from cohort.errors import RunFolderError
 
 STEP = re.compile("step-(0|[1-9][0-9]{0,17})")
 """Name of the folder of a checkpoint."""
-DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError)
+DAMAGE = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError),
+    SafetensorError,
+)
 """What reading a file raises that is not as it was written."""
 
 

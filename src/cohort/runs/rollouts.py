@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from cohort.rewards.scores import Scores
@@ -119,11 +118,7 @@ def load_values(path: Path) -> dict[str, Any]:
     """
     with damage_named(_file(path, "json")):
         tree = read_object(_file(path, "json"))
-        try:
-            arrays = load_file(_file(path, "safetensors"))
-        except SafetensorError as error:
-            raise ValueError(error) from None
-        decode = _Reader(arrays).decode
+        decode = _Reader(load_file(_file(path, "safetensors"))).decode
         return {name: decode(value) for name, value in tree.items()}
 
 

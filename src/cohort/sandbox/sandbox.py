@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from cohort.calls import retrieved
 from cohort.errors import SandboxError
 from cohort.sandbox.bubblewrap import installed_packages
 from cohort.sandbox.executor import Limits, Program, Result
@@ -144,6 +145,7 @@ async def _in_queue(run: Callable[[threading.Event], T]) -> T:
     try:
         return await asyncio.shield(ended)
     except asyncio.CancelledError:
+        ended.add_done_callback(retrieved)  # it raises that it was cancelled
         cancelled.set()
         future.cancel()
         await asyncio.wait([ended])
