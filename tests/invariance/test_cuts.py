@@ -14,7 +14,7 @@ from cohort.policy.choose import find_head
 from cohort.policy.passes import PlainPasses
 from cohort.train import active_part, part_of
 from cohort.train.seen import update_tokens
-from cohort.train.sharing import Shared
+from cohort.train.sweep import Shared
 from cohort.train.update import backward_passes, minibatch_weights
 from tests.conftest import tiny_llama
 from tests.invariance.test_update import PRESETS_WITH_KL

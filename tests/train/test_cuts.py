@@ -10,7 +10,7 @@ from cohort.objective import PRESETS
 from cohort.parallel import World
 from cohort.policy import Policy
 from cohort.rewards.scores import Scores
-from cohort.train import assign_advantages, lay_out, packs, part_of, sharing
+from cohort.train import assign_advantages, lay_out, packs, part_of, sweep
 from cohort.train.cuts import copies, microbatches
 from cohort.types import Completion, FinishReason, Group, Prompt, Segment, Support
 from tests.conftest import tiny_llama
@@ -70,11 +70,11 @@ def test_ranks_divide_what_is_computed():
     ]
     batch, policy = lay_out(groups, CPU), Policy(tiny_llama().double(), DOUBLE)
     context = SimpleNamespace(policy=policy, world=World(0, 2))
-    shared = sharing.share(context, batch, all_sequences(batch))
+    shared = sweep.share(context, batch, all_sequences(batch))
     assert sorted(part.num_sequences for part in shared.parts) == [2, 10]
     assert shared.load == pytest.approx(1.2, abs=0.03)  # 60 of 100 tokens and their prompts
     policy.dropout = True  # of each copy's own
-    shared = sharing.share(context, batch, all_sequences(batch))
+    shared = sweep.share(context, batch, all_sequences(batch))
     assert sorted(part.num_sequences for part in shared.parts) == [4, 8]
 
 
@@ -89,7 +89,7 @@ def test_copies_change_no_number(monkeypatch, supports):
     found = []
     for distinct in (True, False):
         cut = lambda *parts, wanted=distinct, **named: packs(*parts, **{**named, "distinct": wanted})
-        monkeypatch.setattr(sharing, "packs", cut)
+        monkeypatch.setattr(sweep, "packs", cut)
         grads, result = gradient(policy, batch, objective, 15, entropy_coefficient=0.01, reference=reference)
         found.append((torch.cat([grad.flatten() for grad in grads]), result))
     (grad, result), (expected, by_itself) = found

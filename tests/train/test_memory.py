@@ -401,7 +401,7 @@ def out_once(monkeypatch, place, name, at=1):
 PLACES = {
     "the check before the first step": ("check", "token_logps", 1),
     "old log-probs of the second step": ("logps", "token_logps", 2),
-    "norms of the terms": ("term_norms", "forward_passes", 1),
+    "norms of the terms": ("term_norms", "microbatch_losses", 1),
     "backward": (torch.Tensor, "backward", 2),
     "statistics, beside the step": ("update", "token_statistics", 2),
     "how far the step moved": ("metrics", "token_logps", 1),

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from cohort.parallel import agreed
 from cohort.parallel.full import released
 from cohort.policy import (
-    CompletionStates,
     ExpertBalance,
     Policy,
-    Prefixes,
     TokenLogps,
     expert_counts,
     experts_per_token,
 )
 from cohort.train.context import StepContext
-from cohort.train.cuts import Microbatch, microbatches
 from cohort.train.layout import Part
-from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable
+from cohort.train.sweep import Shared, share, sweep, unstoppable
 from cohort.types import TokenBatch
 
 
@@ -51,7 +46,7 @@ def _own_logps(context: StepContext, policy: Policy, batch: TokenBatch, shared: 
     like = torch.empty(shared.own.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
     found = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
     with policy.compute(), unstoppable(context), released(policy.model):
-        for micro, states in forward_passes(context, policy, batch, shared):
+        for micro, states, _ in sweep(context, policy, batch, shared):
             for whole_N, values_N in zip(found, states.logps(), strict=True):
                 whole_N[micro.part.positions_N] = micro.at_tokens(values_N)
     return found
@@ -71,27 +66,7 @@ def _own_counts(context: StepContext, batch: TokenBatch, shared: Shared) -> tupl
     policy = context.policy
     per_token, counts, rows = experts_per_token(policy.model.config), [], 0
     with policy.compute(), unstoppable(context), released(policy.model):
-        for _, states in forward_passes(context, policy, batch, shared):
+        for _, states, _ in sweep(context, policy, batch, shared):
             counts.append(expert_counts(states.router_logits, per_token))
             rows += sum(len(logits) for logits in states.router_logits)
     return counts, rows
-
-
-def forward_passes(
-    context: StepContext, policy: Policy, batch: TokenBatch, shared: Shared
-) -> Iterator[tuple[Microbatch, CompletionStates]]:
-    """Each microbatch of this rank's share with the policy's states of it. To be iterated inside ``policy.compute()``,
-    to the end."""
-    for pack in own_packs(context, policy, batch, shared):
-        prefixes = policy.passes.read(pack.prompt_ids)
-        for micro in microbatches(batch, shared.own, pack):
-            yield micro, states_of(context, policy, prefixes, micro)
-        for _ in range(pack.idle):
-            idle_states(context, policy, prefixes)
-
-
-def states_of(context: StepContext, policy: Policy, prefixes: Prefixes, micro: Microbatch) -> CompletionStates:
-    """``Policy.states`` of a microbatch, over the distribution that its tokens were drawn from."""
-    return policy.states(
-        prefixes, micro.rows, context.temperature, context.repetition_penalty, most_tokens=context.budget.piece
-    )

@@ -10,8 +10,8 @@ from cohort.parallel import agreed
 from cohort.policy.fused import uncompiled
 from cohort.train.context import StepContext
 from cohort.train.layout import Part, active_part
-from cohort.train.sharing import share
-from cohort.train.update import forward_passes, minibatch_weights
+from cohort.train.sweep import share, sweep
+from cohort.train.update import microbatch_losses, minibatch_weights
 from cohort.types import TokenBatch
 
 
@@ -52,7 +52,10 @@ def term_gradients(
 
     def own_terms() -> list[str]:
         with policy.training(), policy.compute(), uncompiled():  # a graph serves several backward passes
-            for losses, *_ in forward_passes(context, batch, shared, weights, entropy_coefficient, attached=True):
+            for micro, states, ref_states in sweep(context, policy, batch, shared, grad=True, attached=True):
+                losses, _ = microbatch_losses(
+                    context.objective, batch, micro, weights, states, ref_states, entropy_coefficient
+                )
                 for name, loss in losses.items():
                     grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
                     flat = torch.cat([grad.flatten() for grad in grads])

@@ -11,8 +11,9 @@ outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,14 +33,14 @@ from cohort.objective import (
 )
 from cohort.parallel import agreed, together
 from cohort.parallel.full import released
-from cohort.policy import CompletionStates, ExpertBalance, Prefixes, TokenLogps, chunked_terms
+from cohort.policy import CompletionStates, ExpertBalance, TokenLogps, chunked_terms
 from cohort.train.context import StepContext
-from cohort.train.cuts import Microbatch, Pack, microbatches
+from cohort.train.cuts import Microbatch
 from cohort.train.guard import check_finite
 from cohort.train.layout import Part, active_part
-from cohort.train.logps import expert_balance, states_of, token_logps
+from cohort.train.logps import expert_balance, token_logps
 from cohort.train.seen import Forward, Used, at_tokens, update_tokens
-from cohort.train.sharing import Shared, idle_states, own_packs, share, unstoppable, weightless
+from cohort.train.sweep import Shared, share, sweep, unstoppable, weightless
 from cohort.train.term_weights import TermWeights, term_weights
 from cohort.types import TokenBatch
 
@@ -119,7 +120,13 @@ def update(
         weights = weights.at(active.positions_N)
         balance = expert_balance(context, batch, active) if policy.router_aux_loss_coef else None
         shared = share(context, batch, active)
-        forwards = shared_passes(context, batch, shared, weights, entropy_coefficient, balance)
+        own = weights.at(shared.own.positions_N)
+        passes = partial(backward_passes, context, batch, shared, own, entropy_coefficient, balance)
+        forwards = [
+            replace(forward, positions_N=part.positions_N[forward.positions_N.to(part.positions_N.device)])
+            for part, some in zip(shared.parts, agreed(context.world, passes), strict=True)
+            for forward in some
+        ]
 
         def seen() -> tuple[UpdateTokens, TokenStatistics]:
             tokens = update_tokens(batch, active, weights, forwards)
@@ -175,28 +182,6 @@ def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) 
     return term_weights(objective, batch, minibatch, chosen_N)
 
 
-def shared_passes(
-    context: StepContext,
-    batch: TokenBatch,
-    shared: Shared,
-    weights: TermWeights,
-    entropy_coefficient: float,
-    balance: ExpertBalance | None,
-) -> list[Forward]:
-    """Leave the gradient of this rank's share in the parameters; return the forward passes of all ranks, with the
-    positions of their tokens in the whole. ``weights`` are of all tokens."""
-
-    def own_passes() -> list[Forward]:
-        own = weights.at(shared.own.positions_N)
-        return backward_passes(context, batch, shared, own, entropy_coefficient, balance)
-
-    return [
-        replace(forward, positions_N=part.positions_N[forward.positions_N.to(part.positions_N.device)])
-        for part, forwards in zip(shared.parts, agreed(context.world, own_passes), strict=True)
-        for forward in forwards
-    ]
-
-
 def backward_passes(
     context: StepContext,
     batch: TokenBatch,
@@ -207,6 +192,8 @@ def backward_passes(
 ) -> list[Forward]:
     """Leave the gradient of this rank's share in the parameters; return the forward passes.
 
+    Where passes exchange weights, a value that is not finite ends them after the last.
+
     Args:
         context: as ``update`` takes it.
         batch: as ``update`` takes it.
@@ -215,38 +202,10 @@ def backward_passes(
         entropy_coefficient: as ``update`` takes it.
         balance: of the minibatch, for the load-balancing loss of a mixture of experts; None: there is none.
     """
-    policy, forwards = context.policy, []
+    policy, forwards, failed = context.policy, [], None
     reference = released((context.reference or policy).model)
     with reference, policy.training(), policy.compute(), policy.gradients_in_place(), unstoppable(context):
-        for losses, forward, router_logits in forward_passes(context, batch, shared, weights, entropy_coefficient):
-            if balance is not None:
-                losses["router"] = balance.loss(router_logits)
-            torch.stack(list(losses.values())).sum().backward()
-            forwards.append(replace(forward, router_loss=losses["router"].detach()) if "router" in losses else forward)
-    return forwards
-
-
-def forward_passes(
-    context: StepContext,
-    batch: TokenBatch,
-    shared: Shared,
-    weights: TermWeights,
-    entropy_coefficient: float,
-    *,
-    attached: bool = False,
-) -> Iterator[tuple[dict[str, Tensor], Forward, tuple[Tensor, ...]]]:
-    """The losses of each microbatch of this rank's share, and its router logits. Each prompt runs forward once; the
-    gradients of its completions add up in its keys and values, and run backward through it once, after the pack's last
-    microbatch. ``attached``: see ``Prefixes``. Where passes exchange weights, a value that is not finite ends them
-    after the last.
-    """
-    policy, failed = context.policy, None
-    for pack in own_packs(context, policy, batch, shared):
-        prefixes = policy.passes.read(pack.prompt_ids, attached=attached)
-        ref_prefixes = read_reference(context, pack)
-        for micro in microbatches(batch, shared.own, pack):
-            states = states_of(context, policy, prefixes, micro)
-            ref_states = reference_states(context, ref_prefixes, micro)
+        for micro, states, ref_states in sweep(context, policy, batch, shared, grad=True):
             try:
                 losses, forward = microbatch_losses(
                     context.objective, batch, micro, weights, states, ref_states, entropy_coefficient
@@ -257,34 +216,15 @@ def forward_passes(
                 failed = failed or error
                 weightless(states).backward()
                 continue
-            router_logits = states.router_logits
+            if balance is not None:
+                losses["router"] = balance.loss(states.router_logits)
+                forward = replace(forward, router_loss=losses["router"].detach())
             del states, ref_states  # the hidden states are freed as soon as the backward pass is done with them
-            yield losses, forward, router_logits
-        for _ in range(pack.idle):
-            if ref_prefixes is not None and context.reference is not None:
-                with torch.no_grad(), context.reference.compute():
-                    idle_states(context, context.reference, ref_prefixes)
-            weightless(idle_states(context, policy, prefixes)).backward()
-        prefixes.backward()
+            torch.stack(list(losses.values())).sum().backward()
+            forwards.append(forward)
     if failed is not None:
         raise failed
-
-
-def read_reference(context: StepContext, pack: Pack) -> Prefixes | None:
-    """The pack's prompts as the reference reads them, for a KL over the vocabulary; None: there is no such KL."""
-    if not context.objective.beta or context.objective.kl.estimator != "full":
-        return None
-    assert context.reference is not None
-    with torch.no_grad(), context.reference.compute():
-        return context.reference.passes.read(pack.prompt_ids)
-
-
-def reference_states(context: StepContext, prefixes: Prefixes | None, micro: Microbatch) -> CompletionStates | None:
-    """The reference's states of a microbatch, when it has read the prompts."""
-    if context.reference is None or prefixes is None:
-        return None
-    with torch.no_grad():
-        return states_of(context, context.reference, prefixes, micro)
+    return forwards
 
 
 def microbatch_losses(

@@ -1,8 +1,9 @@
-"""The ranks' shares of an update: whole prompts with their completions, so that each prompt is computed on one rank.
+"""The one loop over the passes of a part of a batch, with or without gradients, and the ranks' shares of the part.
 
-Every rank holds the whole batch and computes the same shares. What comes back is exchanged: gradients are added up by
-the layout, results of tokens return to the batch's axis N. Denominators and thresholds are of the whole minibatch
-before it is shared, so that sums over ranks are the same as without ranks.
+Every rank holds the whole batch and computes the same shares: whole prompts with their completions, so that each prompt
+is computed on one rank. What comes back is exchanged: gradients are added up by the layout, results of tokens return to
+the batch's axis N. Denominators and thresholds are of the whole minibatch before it is shared, so that sums over ranks
+are the same as without ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cohort.parallel import shares
 from cohort.parallel.shares import imbalance
 from cohort.policy import CompletionStates, PackedRows, Policy, Prefixes
 from cohort.train.context import StepContext
-from cohort.train.cuts import Pack, copies, level, packs
+from cohort.train.cuts import Microbatch, Pack, copies, level, microbatches, packs
 from cohort.train.layout import Part
 from cohort.types import TokenBatch
 
@@ -84,7 +85,73 @@ def _distinct(policy: Policy) -> bool:
     return not (policy.dropout or policy.router_aux_loss_coef)
 
 
-def idle_states(context: StepContext, policy: Policy, prefixes: Prefixes) -> CompletionStates:
+def sweep(
+    context: StepContext,
+    policy: Policy,
+    batch: TokenBatch,
+    shared: Shared,
+    *,
+    grad: bool = False,
+    attached: bool = False,
+) -> Iterator[tuple[Microbatch, CompletionStates, CompletionStates | None]]:
+    """Each microbatch of this rank's share with the policy's states of it and, for a KL over the vocabulary, the
+    reference's. To be iterated inside ``policy.compute()``, to the end.
+
+    Each prompt is read once. With gradients, those of its completions add up in its keys and values, and run backward
+    through it once, after the pack's last microbatch. Nothing here keeps the states of a microbatch, so that they are
+    freed as soon as the backward pass is done with them.
+
+    Args:
+        context: the step's.
+        policy: computes.
+        batch: the rollout.
+        shared: the sequences.
+        grad: whether the caller makes a backward pass for each microbatch.
+        attached: see ``Prefixes``.
+    """
+    reference = None
+    if grad and context.objective.beta and context.objective.kl.estimator == "full":
+        reference = context.reference
+        assert reference is not None
+    for pack in own_packs(context, policy, batch, shared):
+        prefixes, ref_prefixes = policy.passes.read(pack.prompt_ids, attached=attached), None
+        if reference is not None:
+            with torch.no_grad(), reference.compute():
+                ref_prefixes = reference.passes.read(pack.prompt_ids)
+        for micro in microbatches(batch, shared.own, pack):
+            yield (
+                micro,
+                _states(context, policy, prefixes, micro),
+                _reference_states(context, reference, ref_prefixes, micro),
+            )
+        for _ in range(pack.idle):
+            if reference is not None and ref_prefixes is not None:
+                with torch.no_grad(), reference.compute():
+                    _idle_states(context, reference, ref_prefixes)
+            idle = _idle_states(context, policy, prefixes)
+            if grad:
+                weightless(idle).backward()
+        if grad:
+            prefixes.backward()
+
+
+def _states(context: StepContext, policy: Policy, prefixes: Prefixes, micro: Microbatch) -> CompletionStates:
+    """``Policy.states`` of a microbatch, over the distribution that its tokens were drawn from."""
+    return policy.states(
+        prefixes, micro.rows, context.temperature, context.repetition_penalty, most_tokens=context.budget.piece
+    )
+
+
+def _reference_states(
+    context: StepContext, reference: Policy | None, prefixes: Prefixes | None, micro: Microbatch
+) -> CompletionStates | None:
+    if reference is None or prefixes is None:
+        return None
+    with torch.no_grad():
+        return _states(context, reference, prefixes, micro)
+
+
+def _idle_states(context: StepContext, policy: Policy, prefixes: Prefixes) -> CompletionStates:
     """The states of a pass of weight 0 after the first prompt of a pack."""
     return policy.states(prefixes, PackedRows.of([0], [(0,)]), context.temperature)
 
