@@ -111,9 +111,10 @@ def test_offloading_needs_the_layout_full_and_cuda(tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
-def test_adapters_under_full(tmp_path):
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["lm_head"]}], ids=["no copy", "a reference of its own"])
+def test_adapters_under_full(tmp_path, more):
     """Trained, and resumed after the first step."""
-    settings = {"lora": {"rank": 2}, "sync_ref_model": False, "ref_model_sync_steps": 512}
+    settings = {"lora": {"rank": 2, **more}, "sync_ref_model": False, "ref_model_sync_steps": 512}
     expected = run(tmp_path / "one", settings)
     settings["layout"] = "full"
     for got in on_ranks(2, run, tmp_path / "two", settings, timeout=600):

@@ -91,6 +91,19 @@ def test_hooks_of_adapters_take_part():
     assert "has a hook" in choose_backend(policy).description
 
 
+def test_a_hook_on_every_module_takes_part():
+    policy = Policy(tiny_llama(), SINGLE)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, given, out: double(module, given, out) if isinstance(module, torch.nn.Embedding) else None
+    )
+    try:
+        ours_N, plain_N = policy.logps(PROMPTS, COMPLETIONS, TEMPERATURE).logps_N, plain_logps(policy)
+        assert "has a hook" in choose_backend(policy).description
+    finally:
+        handle.remove()
+    torch.testing.assert_close(ours_N, plain_N, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["embedding", "logits", "an MLP replaced"])
 def test_a_sampler_runs_the_model_with_its_hooks(kind):
     policy = Policy(tiny_llama(), SINGLE)

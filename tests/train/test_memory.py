@@ -399,7 +399,6 @@ def out_once(monkeypatch, place, name, at=1):
 
 
 PLACES = {
-    "the check before the first step": ("check", "token_logps", 1),
     "old log-probs of the second step": ("logps", "token_logps", 2),
     "norms of the terms": ("term_norms", "microbatch_losses", 1),
     "backward": (torch.Tensor, "backward", 2),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cohort.config import LoraConfig
 from cohort.errors import ModelError
 from cohort.policy.experts import activation_of
-from cohort.policy.files import ADAPTER_FILE, read_json_object
+from cohort.policy.files import ADAPTER_FILE, is_adapter, read_json_object
 from cohort.policy.float32_head import is_float32
 from cohort.policy.load import PEFT_ASKS, Precision, load_adapter, matrices, peft_library
 from cohort.policy.vision import untrained_modules
@@ -71,10 +71,9 @@ def lora_of(path: str, config: LoraConfig) -> LoraConfig:
     Raises:
         ModelError: the settings ask for another one.
     """
-    file = Path(path).expanduser() / ADAPTER_FILE
-    if not file.exists():
+    if not is_adapter(path):
         return config
-    there, unset = read_json_object(file), LoraConfig()
+    there, unset = read_json_object(Path(path).expanduser() / ADAPTER_FILE), LoraConfig()
     known: dict[str, Any] = {
         "rank": there.get("r"),
         "alpha": there.get("lora_alpha"),
@@ -98,7 +97,7 @@ def lora_of(path: str, config: LoraConfig) -> LoraConfig:
 
 def _saved(model: nn.Module, adapter: str, precision: Precision, *, allow_pickled_weights: bool) -> Any:
     folder = Path(adapter).expanduser()
-    if not (folder / ADAPTER_FILE).exists():
+    if not is_adapter(adapter):
         raise ModelError(f"model.lora.adapter: no {ADAPTER_FILE} in {adapter}")
     trained = tuple(read_json_object(folder / ADAPTER_FILE).get("modules_to_save") or ())
     for name, module in model.named_modules():

@@ -20,6 +20,11 @@ MAX_LISTED = 3
 """Maximum number of tensors that an error names."""
 
 
+def is_adapter(path: str) -> bool:
+    """Whether a path is an adapter's folder."""
+    return (Path(path).expanduser() / ADAPTER_FILE).exists()
+
+
 def check_folder(path: str, *, allow_pickled_weights: bool) -> None:
     """Check that a folder has a model's configuration and its weights as safetensors. A hub id passes.
 

@@ -26,6 +26,7 @@ from cohort.policy.files import (
     check_config,
     check_folder,
     check_hub,
+    is_adapter,
     read_json_object,
 )
 from cohort.policy.vision import auto_class
@@ -172,8 +173,9 @@ def load_model(
                 **_quantization(quantization, precision, device),
             )
         check_complete(base, report)
-        if (Path(path) / ADAPTER_FILE).exists():
-            model = load_adapter(model, Path(path), allow_pickled_weights=allow_pickled_weights).merge_and_unload()
+        if is_adapter(path):
+            merged = load_adapter(model, Path(path), allow_pickled_weights=allow_pickled_weights).merge_and_unload()
+            model = merged.requires_grad_(requires_grad=True)
     loaded: nn.Module = model if quantization != "none" else model.to(device)
     return loaded
 
@@ -218,7 +220,7 @@ def check_loading(
     from transformers import AutoConfig
 
     path = _check_folder(path)
-    if (Path(path) / ADAPTER_FILE).exists():
+    if is_adapter(path):
         check_adapter(Path(path), allow_pickled_weights=allow_pickled_weights)
     base = base_path(path)
     check_folder(base, allow_pickled_weights=allow_pickled_weights)
@@ -277,14 +279,14 @@ def base_path(path: str) -> str:
     Raises:
         ModelError: the adapter does not name its base model.
     """
-    file = Path(path) / ADAPTER_FILE
+    file = Path(path).expanduser() / ADAPTER_FILE
     if not file.exists():
         return path
     base = read_json_object(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"{file} does not say which model it belongs to: set base_model_name_or_path in it")
     base = _check_folder(base)
-    if (Path(base) / ADAPTER_FILE).exists():
+    if is_adapter(base):
         raise ModelError(f"{file} names {base} as its model, which is an adapter itself")
     return base
 

@@ -162,8 +162,9 @@ class _Linear(torch.autograd.Function):
 def changed_call(modules: Iterable[nn.Module]) -> str:
     """The class of the first module whose call does something else than its class says: it has a hook, or a forward
     function of its own. Empty: there is none. A hook that asks for gradients of embeddings changes nothing."""
+    of_all = [hook for name in HOOKS for hook in getattr(torch.nn.modules.module, f"_global{name}").values()]
     for module in modules:
-        added = [hook for name in HOOKS for hook in getattr(module, name).values()]
+        added = of_all + [hook for name in HOOKS for hook in getattr(module, name).values()]
         added += [vars(module)["forward"]] if "forward" in vars(module) else []
         for one in added:
             function = getattr(one, "func", one)

@@ -66,9 +66,10 @@ def divide_policy(layout: Layout, policy: Policy, reference: Policy | None) -> N
         ModelError: the divided model computes something else.
     """
     own = [] if reference is None or reference.model is policy.model else [reference]
-    if layout.passes_exchange:  # each model's weights are divided, also those that both have
-        for each in own:
+    if layout.passes_exchange and reference is not None:
+        for each in own:  # each model's weights are divided, also those that both have
             each.share_nothing(policy)
+        reference.passes  # noqa: B018 - chosen now
     for each in (policy, *own):
         before = trial_logps(each) if layout.passes_exchange else None
         layout.shard(each.model, each.precision.compute)

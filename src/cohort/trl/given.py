@@ -22,6 +22,7 @@ from cohort.policy import (
     resolve_device,
     resolve_precision,
 )
+from cohort.policy.files import is_adapter
 from cohort.policy.load import peft_library
 from cohort.rewards.contract import parameters_of
 from cohort.rewards.model import RewardModel, is_reward_model
@@ -90,7 +91,7 @@ def _check_adapters(model: Any, peft_config: Any) -> None:
         raise ConfigError(
             f"peft_config: expected a peft.PeftConfig such as LoraConfig, got {type(peft_config).__name__}"
         )
-    if isinstance(model, peft.PeftModel):
+    if isinstance(model, peft.PeftModel) or (isinstance(model, str) and is_adapter(model)):
         raise ConfigError(
             "the model has adapters, and peft_config asks for more: merge them first (merge_and_unload), or leave "
             "peft_config unset to train them"
