@@ -128,6 +128,8 @@ class Prompt:
     """Name of the mixture's source that the row came from. Empty when the data is not a mixture."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """What the chat template rendered the messages with: its variables, and ``tools``. Empty for text."""
+    escaped: bool = False
+    """Whether control tokens that its messages spell are plain text, with ``data.escape_control_tokens``."""
 
     @property
     def is_conversation(self) -> bool:

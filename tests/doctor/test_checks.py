@@ -163,6 +163,13 @@ ILL = [
     ),
     ("text", "warn", "plain text, and the model has a chat template", lambda: text(raw=True)),
     ("text", "warn", "begin with '<s>' twice", lambda: text(doubled_start="<s>")),
+    ("text", "warn", "puts '</s>' after every prompt", lambda: text(appended_end="</s>")),
+    (
+        "text",
+        "warn",
+        "messages of 2 rows spell control tokens of the chat template ('<e>' in",
+        lambda: text(spelt=(2, "'<e>' in row 3")),
+    ),
     ("text", "warn", "a message is not in its decoded prompt as it was written: 'Héllo'", lambda: text(lost=["Héllo"])),
     ("text", "warn", "20% of the prompts' tokens are the unknown", lambda: text(unknown_tokens=2, tokens=10)),
     ("ends", "warn", "every completion runs to 256 tokens", lambda: ends({})),

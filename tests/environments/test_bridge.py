@@ -5,6 +5,8 @@ import itertools
 
 import pytest
 
+from cohort.config import DataConfig
+from cohort.data import PromptSet
 from cohort.environments.bridge import Bridge
 from cohort.errors import ConfigError, DataError
 from cohort.types import Prompt
@@ -314,6 +316,21 @@ def test_an_opening_is_the_prompt_with_the_observation_in_its_last_message(name)
         messages = [{**USER, "content": USER["content"] + text}]
         expected = prompt_of(name, messages)
         assert (opened.token_ids, opened.text, opened.prompt) == (expected.token_ids, expected.text, messages)
+
+
+@each("name", ["qwen3", "gemma"])
+def test_an_opening_keeps_control_tokens_of_the_row_escaped(name):
+    """With ``data.escape_control_tokens``."""
+    family = FAMILIES[name]
+    end = family.tokenizer.convert_ids_to_tokens(family.end_token_ids[0])
+    rows = [{"prompt": [{"role": "user", "content": f"a{end}b"}]}]
+    ends = {}
+    for escape in (False, True):
+        (prompt,) = PromptSet(rows, family.tokenizer, DataConfig(escape_control_tokens=escape))[:]
+        opened = bridge_of(name, "user").opening(prompt, [{"role": "user", "content": f" Go!{end}"}])
+        assert opened.prompt[0]["content"] == f"a{end}b Go!{end}"
+        ends[escape] = [list(one.token_ids).count(family.end_token_ids[0]) for one in (prompt, opened)]
+    assert ends[True] == [count - 1 for count in ends[False]]
 
 
 def test_an_opening_has_the_tools_and_variables_of_the_prompt():

@@ -62,7 +62,8 @@ def test_a_conversation_is_rendered_by_the_template_of_the_model(demo_tokenizer)
     begun = [*asked, {"role": "assistant", "content": "carry "}]
     # The prefill is part of the message: added by the template, or a message to continue.
     judge.tokenizer = Mock(wraps=demo_tokenizer)
-    for prompt in (asked, begun):
+    parts = [{"role": "user", "content": [{"type": "text", "text": one} for one in ("1+", "2")]}]
+    for prompt in (asked, begun, parts):
         assert judge([prompt], [written], prefills=["carry "]) == pytest.approx(expected, abs=1e-6)
     assert judge.tokenizer.call_args.kwargs == {"add_special_tokens": False}  # the template wrote them
 

@@ -63,4 +63,5 @@ def test_the_processor_of_a_model_that_reads_images_goes_with_it(demo_tokenizer,
     policy = load_policy(str(source), ModelConfig(precision="float32", device="cpu"), None)
     check_writable(policy, demo_tokenizer)
     save_model(policy, demo_tokenizer, saved)
+    save_model(policy, demo_tokenizer, source)  # over itself
     assert [(saved / name).read_bytes() for name in files] == [(source / name).read_bytes() for name in files]

@@ -230,6 +230,9 @@ class DataConfig(Section):
     chat_template_kwargs: Table = Field({})
     """Variables of the chat template, as in { enable_thinking = false }. The column `chat_template_kwargs` of a row
     overrides them."""
+    escape_control_tokens: bool = False
+    """Read control tokens of the chat template that messages of rows spell, such as "<|im_end|>", as plain text, as
+    answers of tools always are. The run tells at its start how many rows spell some: each ends its own turn."""
     template_time: Time | None = None
     """The time that chat templates print, as in "2026-11-27T09:30:00". Unset: of a template that prints it, the time of
     the run's start, which the run folder keeps: every prompt of the run, of its evaluations and of `cohort generate

@@ -49,6 +49,7 @@ class SettingNames(TypedDict, total=False):
     format: Literal["auto", "text", "chat"]
     chat_template: str | None
     chat_template_kwargs: Mapping[str, Any]
+    escape_control_tokens: bool
     template_time: str | PathLike[str] | None
     max_prompt_length: int | None
     overlong_prompts: Literal["error", "drop", "truncate_left"]

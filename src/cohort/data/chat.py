@@ -85,8 +85,8 @@ class ChatTemplate:
         """
         if taken := _OWN_VARIABLES & conversation.variables.keys():
             raise DataError(
-                f"{where}: chat_template_kwargs sets {min(taken)!r}, which rendering sets itself: remove "
-                "it; tools are given in the column 'tools', a template in data.chat_template"
+                f"{where}: chat_template_kwargs sets {min(taken)!r}, which rendering sets itself: remove it; "
+                "tools are given in the column 'tools', a template in data.chat_template"
             )
         known = self._known_variables[bool(conversation.tools)]
         given = [*conversation.variables, *(["tools"] if conversation.tools else [])]
@@ -137,6 +137,10 @@ class ChatTemplate:
     def _rendered(self, conversation: Conversation) -> str:
         ending = "continue_final_message" if conversation.continued else "add_generation_prompt"
         return self._apply(conversation.messages, conversation.variables, conversation.tools, **{ending: True})
+
+    def again(self, conversation: Conversation, messages: Sequence[Message]) -> str:
+        """The text of a conversation that ``render`` returned, with other messages in place of its own."""
+        return self._rendered(replace(conversation, messages=messages))
 
     def prefill(self, conversation: Conversation, text: str) -> str:
         """The part of the assistant turn that is already in the prompt ``text``.

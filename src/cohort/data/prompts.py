@@ -196,7 +196,10 @@ class PromptSet:
         where = f"{source.rows.where}, row {row_number}"
         text, content, prefill, arguments = self.renderers[number].decode(row, where, token_ids)
         columns = {column: row.get(column) for column in self.columns} | dict(row)
-        return Prompt(uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments)
+        escaped = {"escaped": source.config.escape_control_tokens}
+        return Prompt(
+            uid, row_number, tuple(token_ids), text, content, columns, prefill, source.name, arguments, **escaped
+        )
 
     def original(self, index: int) -> Row:
         """The columns of a prompt's row under their names in the source, before ``data.columns``."""
@@ -238,6 +241,11 @@ class PromptSet:
         if self.truncated:
             words += f"; {self.truncated:,} longer prompts cut to their last tokens (data.overlong_prompts)"
         return words
+
+    @property
+    def spelt(self) -> list[str]:
+        """The control tokens of the template that messages of rows spell, each with the name of its row."""
+        return [one for renderer in self.renderers for one in renderer.spelt]
 
     def _locate(self, index: int) -> tuple[int, int]:
         """The source of a prompt, and the index of its row there."""

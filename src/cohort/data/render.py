@@ -8,13 +8,14 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.chat import ChatTemplate, Conversation, text_of
+from cohort.data.guard import TurnTokens
 from cohort.data.rows import Row, check_column, plain
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS, Message
@@ -90,12 +91,18 @@ class Renderer:
 
     def __init__(self, config: DataConfig, tokenizer: Any = None, tools: ToolsOf | None = None) -> None:
         self._config, self._tokenizer, self._tools_of = config, tokenizer, tools
+        self.spelt: list[str] = []
+        """For each row whose messages spell a control token of the template: the token, and the row's name."""
         columns_of(config.prompt_template or "")
 
     @cached_property
     def chat(self) -> ChatTemplate:
         """The chat template. Text prompts need none, so it is not looked for before the first conversation."""
         return ChatTemplate(self._tokenizer, self._config.chat_template)
+
+    @cached_property
+    def _turns(self) -> TurnTokens:
+        return TurnTokens(self._tokenizer)
 
     def make(self, row: Row, where: str) -> str | Conversation:
         """The prompt of a row.
@@ -161,9 +168,8 @@ class Renderer:
             DataError: a row cannot be a prompt, or the tokenizer refuses it.
         """
         made = [(self._make_with_tools(row, where), where) for row, where in zip(rows, row_names, strict=True)]
-        texts = [
-            content if isinstance(content, str) else self.chat.render(content, where)[1] for content, where in made
-        ]
+        rendered = [(one, one) if isinstance(one, str) else self.chat.render(one, where) for one, where in made]
+        texts = [text for _, text in rendered]
         kinds = {isinstance(content, str) for content, _ in made}
         if len(kinds) > 1:
             return self._one_by_one(rows, row_names)
@@ -173,6 +179,11 @@ class Renderer:
             if len(rows) > 1:
                 return self._one_by_one(rows, row_names)
             raise DataError(f"{row_names[0]}: the tokenizer refused the prompt {texts[0][:60]!r}: {error}") from error
+        for index, (content, _) in enumerate(rendered):
+            if isinstance(content, Conversation) and (token := self._turns.spelt(content.messages)):
+                self.spelt.append(f"{token!r} in {row_names[index]}")
+                if self._config.escape_control_tokens:
+                    found[index] = self._turns.token_ids(content.messages, partial(self.chat.again, content))
         if empty := [where for where, ids in zip(row_names, found, strict=True) if not ids]:
             raise DataError(f"{empty[0]}: the prompt has no tokens")
         return found

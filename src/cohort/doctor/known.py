@@ -130,15 +130,24 @@ def text(run: Run) -> list[Finding]:
     has_template = bool(getattr(tokenizer, "chat_template", None))
     start = tokenizer.bos_token_id
     doubled = start is not None and any(one.token_ids[:2] == (start, start) for one in given)
+    spelt = [] if run.config.data.escape_control_tokens else run.parts.prompts.prompts.spelt
     lost = [] if run.parts.prompts.prompts.truncated else [m for one in given for m in _lost(one)]
     return check_text(
         describe_prompt(given[0]),
         lost,
         raw_for_chat=format_left and has_template and not given[0].is_conversation,
         doubled_start=tokenizer.bos_token if doubled else "",
+        appended_end="" if given[0].is_conversation else appended_end(tokenizer),
+        spelt=(len(spelt), spelt[0] if spelt else ""),
         unknown_tokens=unknown_tokens(given, tokenizer),
         tokens=sum(len(one.token_ids) for one in given),
     )
+
+
+def appended_end(tokenizer: Any) -> str:
+    """The special token that the tokenizer puts after text; empty if it puts none."""
+    with_special, plain = (tokenizer("x", add_special_tokens=one)["input_ids"] for one in (True, False))
+    return str(tokenizer.convert_ids_to_tokens(with_special[-1])) if with_special[-1] != plain[-1] else ""
 
 
 def _lost(prompt: Prompt) -> list[str]:

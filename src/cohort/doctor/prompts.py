@@ -129,6 +129,8 @@ def check_text(
     *,
     raw_for_chat: bool,
     doubled_start: str = "",
+    appended_end: str = "",
+    spelt: tuple[int, str] = (0, ""),
     unknown_tokens: int = 0,
     tokens: int = 1,
 ) -> list[Finding]:
@@ -139,10 +141,12 @@ def check_text(
         lost: texts of messages that are not in their decoded prompt.
         raw_for_chat: whether prompts are plain text, the format was left to Cohort, and the model has a chat template.
         doubled_start: the start token that prompts begin with twice.
+        appended_end: the end token that the tokenizer puts after prompts of text.
+        spelt: number of rows whose messages spell control tokens of the chat template, and the first one.
         unknown_tokens: unknown tokens in some prompts.
         tokens: tokens of these prompts.
     """
-    check = Check("text", {"unknown_tokens": unknown_tokens, "lost": len(lost)})
+    check = Check("text", {"unknown_tokens": unknown_tokens, "lost": len(lost), "spelt": spelt[0]})
     if raw_for_chat:
         check.warn(
             "the prompts are plain text, and the model has a chat template: it reads them without the turns that it "
@@ -153,6 +157,18 @@ def check_text(
         check.warn(
             f"prompts begin with {doubled_start!r} twice: the text contains it, and the tokenizer adds it",
             f"remove {doubled_start!r} from the prompts",
+        )
+    if appended_end:
+        check.warn(
+            f"the tokenizer puts {appended_end!r} after every prompt: the model completes a text that has ended",
+            "set add_eos_token to false in tokenizer_config.json, or data.format to 'chat'",
+        )
+    if spelt[0]:
+        rows = "row spells" if spelt[0] == 1 else "rows spell"
+        check.warn(
+            f"messages of {spelt[0]:,} {rows} control tokens of the chat template ({spelt[1]}): their text ends its "
+            "turn and may go on as another speaker",
+            "set data.escape_control_tokens to true, which reads them as plain text; or clean the data",
         )
     if lost:
         check.warn(

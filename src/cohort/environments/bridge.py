@@ -20,10 +20,12 @@ from dataclasses import replace
 from typing import Any
 
 from cohort.data.chat import render
-from cohort.environments.encoding import Encoder, raw_text
+from cohort.data.encoding import Encoder
+from cohort.data.guard import TurnTokens
 from cohort.environments.probes import Continuation, Roles, TemplateProbe, fields
 from cohort.environments.skeleton import fill, free_placeholders, learn, surrounded
 from cohort.errors import ConfigError, DataError
+from cohort.rollout.trajectory import decode
 from cohort.types import Message, Prompt
 
 MAX_CONTINUATIONS = 1000
@@ -65,7 +67,7 @@ class Bridge:
                 "tools and environments need a chat template, and the tokenizer has none: set data.chat_template, or "
                 "use a model that has one"
             )
-        self._tokenizer, self._encoder = tokenizer, Encoder(tokenizer)
+        self._tokenizer, self._encoder, self._turns = tokenizer, Encoder(tokenizer), TurnTokens(tokenizer)
         self._ends: dict[int, str] = {number: tokenizer.convert_ids_to_tokens(number) for number in end_token_ids}
         self._probe = TemplateProbe(tokenizer, self._encoder, self._ends.values(), tools or None, variables or {})
         self._continuations: dict[tuple[str, Roles], Continuation] = {}
@@ -119,10 +121,13 @@ class Bridge:
             DataError: the template refuses the messages, or the content of one is not text.
             ConfigError: the template does something unknown to the texts.
         """
-        texts = dict(zip(free_placeholders(repr(prompt.prompt)), map(_text, shown), strict=False))
+        free = free_placeholders(repr(prompt.prompt))
+        texts = dict(zip(free, map(_text, shown), strict=False))
+        conversation = _conversation(prompt)
+        guarded, spelt = self._turns.with_holes(conversation, free) if prompt.escaped else (conversation, {})
 
-        def messages(texts: Iterable[str]) -> list[Message]:
-            found = list(_conversation(prompt))
+        def messages(texts: Iterable[str], conversation: Sequence[Message] = guarded) -> list[Message]:
+            found = list(conversation)
             for message, text in zip(shown, texts, strict=True):
                 if message is shown[0] and message["role"] == found[-1]["role"] == "user":
                     found[-1] = {**found[-1], "content": _text(found[-1]) + text}
@@ -131,9 +136,12 @@ class Bridge:
             return found
 
         marked = self._render(messages(map(surrounded, texts)), prompt)
-        ids = self._encoder.encode(fill(learn(self._render(messages(texts), prompt), marked, texts), texts))
+        ids = self._encoder.encode(fill(learn(self._render(messages(texts), prompt), marked, texts), texts | spelt))
         return replace(
-            prompt, token_ids=tuple(ids), text=raw_text(self._tokenizer, ids), prompt=messages(texts.values())
+            prompt,
+            token_ids=tuple(ids),
+            text=decode(self._tokenizer, ids, special=True),
+            prompt=messages(texts.values(), conversation),
         )
 
     def rewritten(self, prompt: Prompt, messages: Sequence[Message], tokens: Sequence[int]) -> list[int]:
@@ -165,7 +173,7 @@ class Bridge:
         if not text.startswith(start):
             return list(tokens)
         pieces = fill(learn(text[len(start) :], marked_text[len(start) :], guard.contents), guard.texts)
-        if raw_text(self._tokenizer, [*prompt.token_ids, *tokens]) == prompt.text + "".join(pieces):
+        if decode(self._tokenizer, [*prompt.token_ids, *tokens], special=True) == prompt.text + "".join(pieces):
             return list(tokens)
         return self._encoder.encode(pieces, inner=True)
 

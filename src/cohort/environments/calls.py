@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from cohort.data.chat import SENTINEL
+from cohort.data.encoding import special_tokens
 from cohort.environments.bodies import Rendering
 from cohort.environments.contract import ToolCall
-from cohort.environments.encoding import special_tokens
 from cohort.environments.formats import Format, formats_of, read_channels
 from cohort.environments.renderings import CallForm, CallRenderings, thoughts_end
 from cohort.environments.schemas import value_of

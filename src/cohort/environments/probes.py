@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cohort.data.chat import ANSWER, SENTINEL, USER, render
-from cohort.environments.encoding import Encoder
+from cohort.data.encoding import Encoder
 from cohort.environments.skeleton import Hole, Pieces, attempt, find_placeholders, learn, placeholder, surrounded
 from cohort.errors import ConfigError
 from cohort.types import Message

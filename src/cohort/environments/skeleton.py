@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cohort.data.chat import render
-from cohort.environments.encoding import Given
+from cohort.data.encoding import Given
 from cohort.errors import ConfigError
 
 LEFT, RIGHT = '\n "\\é<&', '&>é\\" \n'

@@ -11,7 +11,6 @@ from typing import Any
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser, ParsedTurn
 from cohort.environments.contract import Answer
-from cohort.environments.encoding import raw_text
 from cohort.rollout.trajectory import decode
 from cohort.types import Group, Message
 
@@ -79,7 +78,7 @@ class TurnFormat:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Token ids decoded, special tokens included."""
-        return raw_text(self.tokenizer, token_ids)
+        return decode(self.tokenizer, token_ids, special=True)
 
 
 def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:
@@ -93,7 +92,7 @@ def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:
         drawn = segment.is_drawn.tolist()
         pieces += ["\n--- rewritten:\n"] if number else []
         for is_drawn, run in groupby(range(len(drawn)), key=drawn.__getitem__):
-            text = raw_text(tokenizer, segment.token_ids[list(run)].tolist())
+            text = decode(tokenizer, segment.token_ids[list(run)].tolist(), special=True)
             pieces.append(f"⟦{text}⟧" if is_drawn else text)
     count = len(completion.episode.turns) if completion.episode else 1
     turns = "1 turn" if count == 1 else f"{count} turns"

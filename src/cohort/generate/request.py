@@ -317,6 +317,7 @@ def render(request: Request, rows: Sequence[Row], tokenizer: Any, acting: Acting
         system_prompt=system,
         chat_template=own.chat_template,
         chat_template_kwargs=own.chat_template_kwargs,
+        escape_control_tokens=own.escape_control_tokens,
     )
     tools = acting.schemas_of if acting else None
     columns = rows if acting else [{"prompt": row["prompt"]} for row in rows]  # an environment's reset gets them

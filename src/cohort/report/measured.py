@@ -11,7 +11,8 @@ from cohort.report.history import RunHistory
 from cohort.report.labels import parts_of
 
 PROMPTS = ("eval_split", "eval_rows", "columns", "prompt_column", "prompt_template", "system_prompt", "format",
-    "chat_template", "chat_template_kwargs", "max_prompt_length", "overlong_prompts")  # fmt: skip
+    "chat_template", "chat_template_kwargs", "escape_control_tokens", "max_prompt_length",
+    "overlong_prompts")  # fmt: skip
 """Settings of ``[data]``, besides ``eval``, that decide which prompts an evaluation has."""
 OF_EVALUATION = ("temperature", "top_p", "top_k", "min_p", "max_completion_length")
 """Settings of ``[rollout]`` that ``eval.NAME_eval`` replaces in evaluations."""

@@ -36,10 +36,15 @@ def turn_text(completion: str | list[dict[str, Any]], prefill: str) -> str:
 def _assistant_texts(completion: str | list[dict[str, Any]]) -> list[str]:
     if isinstance(completion, str):
         return [completion]
-    contents = [message.get("content") or "" for message in completion if message.get("role") == "assistant"]
-    return [
-        content
-        if isinstance(content, str)
-        else "".join(part.get("text", "") for part in content if part.get("type") == "text")
-        for content in contents
-    ]
+    return [content_text(message.get("content")) for message in completion if message.get("role") == "assistant"]
+
+
+def content_text(content: str | list[dict[str, Any]] | None) -> str:
+    """The text of a message's content. Parts that are not text are left out.
+
+    >>> content_text([{"type": "text", "text": "6*"}, {"type": "text", "text": "7"}])
+    '6*7'
+    """
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content or () if part.get("type") == "text")

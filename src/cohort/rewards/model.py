@@ -10,6 +10,7 @@ from typing import Any
 
 from cohort.errors import RewardError
 from cohort.rewards.contract import reward
+from cohort.rewards.messages import content_text
 
 Texts = str | list[dict[str, Any]]
 
@@ -86,6 +87,8 @@ class RewardModel:
             raise RewardError(f"reward model {self.__name__}: its tokenizer has no chat template for conversations")
         written = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         asked = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
+        # The form of contents is that of the policy's template, and nearly all templates take strings.
+        asked = [{**one, "content": content_text(one["content"])} if one.get("content") else one for one in asked]
         first = {**written[0], "content": prefill + (written[0]["content"] or "")}
         text = self.tokenizer.apply_chat_template([*asked, first, *written[1:]], tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes them

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,7 +71,8 @@ def save_model(
         (Path(path) / name).rmdir()
     tokenizer.save_pretrained(path)
     for file in () if has_adapters(model) else processor_files(model):
-        shutil.copyfile(file, Path(path) / file.name)
+        with suppress(shutil.SameFileError):  # a model that is saved over the one that was loaded
+            shutil.copyfile(file, Path(path) / file.name)
     return records
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from cohort.errors import ConfigError
-from cohort.rollout.trajectory import decode
 
 MAX_FRAMES = 1000
 """Maximum number of frames that are kept: every row may have its own template variables."""
@@ -54,25 +53,30 @@ class Encoder:
 
     Args:
         tokenizer: the tokenizer.
+        control: the control tokens, as text. None: those named above.
 
     Raises:
         ConfigError: it is not a fast tokenizer.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, control: Collection[str] | None = None) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
-                "tools and environments need a fast tokenizer, which knows the place of each token in the text; got "
-                f"{type(tokenizer).__name__}: save the model with a tokenizer.json"
+                "tools, environments and data.escape_control_tokens need a fast tokenizer, which knows the place of "
+                f"each token in the text; got {type(tokenizer).__name__}: save the model with a tokenizer.json"
             )
         self._backend = tokenizer.backend_tokenizer
-        added = [(number, token) for number, token in tokenizer.added_tokens_decoder.items() if _is_control(token)]
+        added = [
+            (number, token)
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if (is_control(token) if control is None else token.content in control)
+        ]
         self._control = {number: token.content for number, token in added}
         self._unknown = tokenizer.unk_token_id
         plain = [one for _, one in added if not (one.lstrip or one.rstrip or one.single_word or one.normalized)]
-        self._plain = _any_of(one.content for one in plain)
+        self._plain = any_of(one.content for one in plain)
         self._frame = functools.lru_cache(MAX_FRAMES)(self._make_frame)
-        self._pattern = _any_of(self._control.values())
+        self._pattern = any_of(self._control.values())
         self._special = special_tokens(tokenizer)
         self._anchor = next((token.content for _, token in added if not (token.rstrip or token.lstrip)), "")
         """A control token to put before text that follows other text: some tokenizers add a space to the first word."""
@@ -159,22 +163,23 @@ class Encoder:
         return (start, end) if any(a < end and start < b for a, b in given) else None
 
 
-def raw_text(tokenizer: Any, token_ids: Iterable[int]) -> str:
-    """Text of token ids: special tokens included, spaces not cleaned up."""
-    return decode(tokenizer, list(token_ids), special=True)
-
-
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:
     """A pattern of one group for the special tokens of a tokenizer."""
+    return any_of(special_tokens_of(tokenizer))
+
+
+def special_tokens_of(tokenizer: Any) -> set[str]:
+    """The special tokens of a tokenizer, as text."""
     added = tokenizer.added_tokens_decoder.values()
-    return _any_of({*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""})
+    return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}
 
 
-def _is_control(token: Any) -> bool:
+def is_control(token: Any) -> bool:
+    """Whether an added token is a control token: special, or neither whitespace, a word nor a single character."""
     text = token.content.replace("▁", " ").strip()
     return bool(token.special or (len(text) > 1 and not text.isalnum()))
 
 
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """One group that matches any of the tokens, the longest first."""
     return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'})")

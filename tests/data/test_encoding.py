@@ -5,7 +5,7 @@ import itertools
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cohort.environments.encoding import Encoder, Given
+from cohort.data.encoding import Encoder, Given
 from tests.conftest import each
 from tests.environments.templates import FAMILIES
 
