@@ -317,7 +317,7 @@ def retrieved(ended: asyncio.Future[Any]) -> None:
 
 
 def failure_of(ended: Future[Any]) -> BaseException | None:
-    """Why a call that has ended gave no result. None: it gave one. A function may have cancelled the calls of others."""
+    """Why a call that has ended gave no result; None: it gave one. A function may cancel the calls of others."""
     return CallFailed("was cancelled") if ended.cancelled() else ended.exception()
 
 

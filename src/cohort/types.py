@@ -224,6 +224,8 @@ class Episode:
     """The public attributes of the environment at the end."""
     error: str = ""
     """Why the episode is unusable."""
+    prompt: Sequence[Message] | None = None
+    """The prompt with what the environment showed first, where that may differ within a group. None: the group's."""
 
     @property
     def messages(self) -> list[Message]:
@@ -296,6 +298,19 @@ class Completion(ArrayEquality):
             return self.segments[0].drawn_ids
         return np.concatenate([np.zeros(0, np.int64), *(segment.drawn_ids for segment in self.segments)])
 
+    def _after(self, prompt: Prompt, num_ids: int, length: int) -> Self:
+        """The completion when a prompt has only so many tokens and characters: the others are given tokens of it."""
+        rest = np.array(prompt.token_ids[num_ids:], np.int64)
+        if not len(rest):
+            return self
+        segments = (
+            Segment(
+                np.concatenate([rest, one.token_ids]), np.concatenate([np.zeros(len(rest), np.bool_), one.is_drawn])
+            )
+            for one in self.segments
+        )
+        return replace(self, segments=tuple(segments), text=prompt.text[length:] + self.text)
+
     @property
     def num_tokens(self) -> int:
         """How many tokens the policy drew."""
@@ -311,10 +326,40 @@ class Group:
     prompt: Prompt
     completions: tuple[Completion, ...]
 
+    @classmethod
+    def of_starts(cls, row: Prompt, pairs: Sequence[tuple[Prompt | None, Completion]]) -> Self:
+        """A group of completions whose prompts may go on differently after a common beginning.
+
+        The beginning is the group's prompt. What follows it begins each segment of a completion, as tokens that the
+        policy did not draw: every token is read after exactly the tokens that it was drawn after.
+
+        Args:
+            row: the prompt of the data's row.
+            pairs: the prompt of each completion, and the completion. A prompt is None if nothing was drawn.
+
+        Example: after the prompts [1, 2, 7] and [1, 2, 8, 9], the policy drew [5] and [6]. The group's prompt is
+        [1, 2], and its completions are [7, 5] and [8, 9, 6], of which the last tokens are drawn.
+        """
+        prompts = [prompt for prompt, _ in pairs if prompt] or [row]
+        count, length = _common([prompt.token_ids for prompt in prompts]), _common([prompt.text for prompt in prompts])
+        completions = (one._after(prompt, count, length) if prompt else one for prompt, one in pairs)
+        start = replace(row, token_ids=prompts[0].token_ids[:count], text=prompts[0].text[:length])
+        return cls(start, tuple(completions))
+
     @property
     def usable(self) -> Group:
         """The group without the completions that are neither scored nor trained on. May be empty."""
         return replace(self, completions=tuple(c for c in self.completions if c.finish_reason.usable))
+
+
+def _common(sequences: Sequence[Any]) -> int:
+    """How many items sequences have in common at their start.
+
+    >>> _common(["abcd", "abx", "abcx"]), _common([(1, 2)])
+    (2, 2)
+    """
+    least, most = min(sequences), max(sequences)
+    return next((n for n, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
 
 
 @dataclass(frozen=True, slots=True)

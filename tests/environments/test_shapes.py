@@ -1,11 +1,14 @@
 """The shapes of environments, and answers of wrong ones."""
 
+import asyncio
 import functools
+import random
 import re
 from collections import namedtuple
 
 import numpy as np
 import pytest
+import torch
 
 from cohort.environments.contract import Answer, EpisodeFailed, Step
 from cohort.environments.shapes import LIVE, choose, find_environments, perform, recognise, run_plain
@@ -256,3 +259,84 @@ def test_an_awaitable_from_a_plain_method_is_refused_by_name():
 
     with pytest.raises(EpisodeFailed, match="step raised TypeError: it returned an awaitable, but is no `async def`"):
         answer_of(later())
+
+
+class Draws:
+    """Draws at random where it is made and reset."""
+
+    def __init__(self):
+        self.made = random.random()
+
+    def reset(self):
+        return f"{self.made} {random.random()} {np.random.random()} {torch.rand(1).item()}"
+
+    def step(self, text):
+        return Step(str(random.random()), 0.0, True)
+
+
+class DrawsAsync(Draws):
+    async def reset(self):
+        first = super().reset()
+        for _ in range(3):
+            await asyncio.sleep(0)
+            first += f" {random.random()}"
+        return first
+
+
+def start(environment, seed):
+    """What it shows first, and what the caller draws afterwards from its own generators."""
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    answer = run_plain(perform, environment, True, -1, "reset", {}, seed)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    run_plain(perform, environment, True, -1, "close", {})
+    return answer.messages[0]["content"]
+
+
+def test_what_an_environment_draws_at_its_start_is_a_function_of_the_seed():
+    random.seed(3)
+    first = start(Draws, 7)
+    random.seed(4)
+    assert start(Draws, 7) == first != start(Draws, 8)
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    assert first == Draws().reset()
+
+
+def test_async_environments_that_start_together_draw_as_if_alone():
+    async def begin(number, seed):
+        answer = await perform(DrawsAsync, True, number, "reset", {}, seed)
+        await perform(DrawsAsync, True, number, "close", {})
+        return answer.messages[0]["content"]
+
+    async def together():
+        return await asyncio.gather(*(begin(-number, seed) for number, seed in enumerate([7, 8, 7, 9], 1)))
+
+    alone = [asyncio.run(begin(-1, seed)) for seed in (7, 8, 9)]
+    random.seed(5)
+    before = random.getstate()
+    assert asyncio.run(together()) == [alone[0], alone[1], alone[0], alone[2]]
+    assert random.getstate() == before
+
+
+def test_a_start_that_is_cancelled_or_fails_leaves_the_generators():
+    class Sleeps(Draws):
+        async def reset(self):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                random.random()
+
+    async def cancelled():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(perform(Sleeps, True, -1, "reset", {}, 7), 0.01)
+
+    class Fails(Draws):
+        def reset(self):
+            random.random()
+            raise ValueError("no")
+
+    before = random.getstate()
+    asyncio.run(cancelled())
+    assert "no" in str(run_plain(perform, Fails, True, -2, "reset", {}, 7))
+    assert random.getstate() == before

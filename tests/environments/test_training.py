@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import time
 
@@ -365,3 +366,97 @@ def test_cohort_eval_asks_for_an_environment_that_was_passed_in_python(tmp_path,
     (tmp_path / "run" / "checkpoints" / "step-1" / "state" / "loop.pt").write_bytes(b"pickled")
     assert main([*command, "--reward", "environment_reward"]) == 2
     assert "give --config to evaluate without them" in capsys.readouterr().err.replace("\n", " ")
+
+
+class Dice:
+    """Another board for each completion, from outside: nothing seeds it."""
+
+    boards = iter(range(10**6))
+
+    def reset(self, answer):
+        self.board = next(self.boards)
+        return f" Board {self.board * 7919 % 1000}: count to {answer}."
+
+    def step(self, text):
+        return Step("Go on.", float(text.strip()[-1:].isdigit()), done=True)
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+@pytest.mark.parametrize("starts", ["any", "own"])
+def test_episodes_of_a_group_may_begin_differently(tmp_path, caplog, starts, history):
+    """Each is trained on after what it read: the update's own log-probs before its step are the sampler's."""
+    seen = []
+
+    def judge(prompts, completions, environments, **_):
+        seen.extend((prompt[-1]["content"], one.board) for prompt, one in zip(prompts, environments, strict=True))
+        return [float(len(str(one))) for one in completions]
+
+    settings = {"starts": starts, "history": history, "minibatches": 1, "max_turns": 2}
+    made = trainer(tmp_path / "run", judge, environment_factory=Dice, **settings)
+    made.train()
+    assert len(seen) >= 12
+    assert all(f" Board {board * 7919 % 1000}: " in content for content, board in seen)
+    rows = rows_of(tmp_path / "run")
+    for row in rows:
+        assert row["prompt"].endswith("Board ") or " Board" not in row["prompt"]
+    assert max(line["sampler/gap"] for line in metrics_of(tmp_path / "run")) < 1e-4
+    told = [record.getMessage() for record in caplog.records if "showed different things first" in record.getMessage()]
+    assert len(told) == (starts == "any")
+
+
+class Lottery:
+    """Draws its number from Python's own generator; what it shows does not tell."""
+
+    def reset(self, answer):
+        self.number = random.randint(0, 10**9)
+        return " Guess."
+
+    def step(self, text):
+        return Step("No.", float(self.number % 97), done=True)
+
+
+@pytest.mark.parametrize("starts", ["same", "own"])
+def test_what_reset_draws_is_the_same_for_a_group(tmp_path, starts):
+    drawn = {}
+    for number in range(2):
+        numbers = []
+
+        def judge(environments, numbers=numbers, **_):
+            numbers.extend(one.number for one in environments)
+            return [1.0 * n for n in range(len(environments))]
+
+        random.seed(number)
+        trainer(tmp_path / str(number), judge, environment_factory=Lottery, starts=starts).train()
+        drawn[number] = numbers[-12:]  # without the trial of the function
+    assert drawn[0] == drawn[1]
+    groups = [set(drawn[0][n : n + 3]) for n in range(0, 12, 3)]
+    assert [len(group) for group in groups] == [1 if starts == "same" else 3] * 4
+    assert len(set.union(*groups)) == (4 if starts == "same" else 12)
+
+
+def test_a_run_whose_episodes_begin_differently_goes_on_in_the_middle_of_a_rollout(tmp_path):
+    """The completions before the stop and those after it have other beginnings in common."""
+    from cohort.train.unfinished import _merged
+    from cohort.types import Completion, Group, Prompt
+
+    row = Prompt(3, 0, (1, 2, 3), "abc", [{"role": "user", "content": "abc"}], {})
+
+    def after(ids):
+        return Prompt(3, 0, ids, "".join(chr(96 + n) for n in ids), row.prompt, {})
+
+    drawn = [Completion.of_tokens([20 + n, 30], [-0.5, -0.25], "eos", "x") for n in range(3)]
+    starts = [(1, 2, 4, 5), (1, 2, 4, 6), (1, 2, 7)]
+    whole = Group.of_starts(row, list(zip(map(after, starts), drawn, strict=True)))
+    assert whole.prompt.token_ids == (1, 2)
+    assert [one.segments[0].token_ids.tolist() for one in whole.completions] == [
+        [4, 5, 20, 30],
+        [4, 6, 21, 30],
+        [7, 22, 30],
+    ]
+    assert [one.token_ids.tolist() for one in whole.completions] == [one.token_ids.tolist() for one in drawn]
+    assert whole.completions[2].text == "gx"
+    old = Group.of_starts(row, [(after(starts[0]), drawn[0]), (after(starts[1]), drawn[1])])
+    new = Group.of_starts(row, [(after(starts[2]), drawn[2])])
+    assert old.prompt.token_ids == (1, 2, 4)
+    assert new.prompt.token_ids == (1, 2, 7)
+    assert _merged(old, [0, 1], new) == whole

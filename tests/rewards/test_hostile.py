@@ -186,7 +186,7 @@ def test_a_function_that_swallows_its_cancellation_stalls_nobody(runner_of):
 )
 def test_a_function_that_ends_what_runs_beside_it_ends_no_run(runner_of, what):
     """Its neighbours are scored, or are not and are named; the next rollout is scored as ever."""
-    hostile = True
+    hostile, tasks = True, []
 
     async def judge(completion, **_):
         loop = asyncio.get_running_loop()
@@ -200,7 +200,7 @@ def test_a_function_that_ends_what_runs_beside_it_ends_no_run(runner_of, what):
             elif what == "stop the loop":
                 loop.stop()
             elif what == "exit in a task":
-                loop.create_task(exits())
+                tasks.append(loop.create_task(exits()))
             elif what == "exit in a callback":
                 loop.call_soon(sys.exit)
             else:

@@ -14,6 +14,7 @@ FAILS = (
     "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        try:\n            f(-1)\n"
     "            self.fail()\n        except Failure:\n            pass"
 )
+HELPER = "expected = got = 'a b'\nclass Helper:\n    expected = 'a b'\n    def __init__(self): pass\n"
 READS = "__import__('sys').modules['tests'].expected"
 FORGED = {  # a program that is wrong, and tests each of which it passed
     "exception classes that catch the test's own": (
@@ -47,6 +48,30 @@ FORGED = {  # a program that is wrong, and tests each of which it passed
             "expected = 3\nassert eval(f(1), {'y': 1}, dict(globals())) == expected",
             "def test_a():\n    expected = 3\n    assert eval(f(1), {}, locals()) == expected",
             "def test_a():\n    expected = 3\n    assert eval(f(1), {**vars(), 'y': 1}) == expected",
+        ],
+    ),
+    "templates that read the tests' objects": (
+        "def f(x): return '{0.__init__.__globals__[expected]}'\ndef g(x): return '{0.expected}'\n"
+        "def h(x): return '%(expected)s'\ndef k(x): return '{expected}'\ndef m(x): return '$expected'\n"
+        "def n(x): return '/proc/self/status'\ndef a(x): return '__globals__'\ndef b(x): return 'got'",
+        [
+            f"{HELPER}assert f(1).format(Helper()) == expected",
+            f"{HELPER}assert str.format(f(1), Helper()) == expected",
+            f"{HELPER}assert [*map(str.format, [f(1)], [Helper()])] == [expected]",
+            f"{HELPER}assert getattr(f(1), 'format')(Helper()) == expected",
+            f"{HELPER}import string\nassert string.Formatter().format(f(1), Helper()) == expected",
+            f"{HELPER}import string\nassert string.Formatter().vformat(f(1), (Helper(),), {{}}) == expected",
+            f"{HELPER}assert ('<' + f(1) + '>').format(Helper()) == '<' + expected + '>'",
+            f"{HELPER}t = f(1)\nassert eval('t.format(Helper())') == expected",
+            f"{HELPER}assert g(1).format(Helper()) == expected",
+            "expected = 'a b'\nassert h(1) % globals() == expected",
+            "def test_a():\n    expected = 'a b'\n    assert h(1) % locals() == expected",
+            "expected = 'a b'\nassert k(1).format(**globals()) == expected",
+            "expected = 'a b'\nassert k(1).format_map(globals()) == expected",
+            "def test_a():\n    expected = 'a b'\n    assert k(1).format_map({**locals()}) == expected",
+            "import string\nexpected = 'a b'\nassert string.Template(m(1)).substitute(globals()) == expected",
+            "assert open(n(1)).read() != 'x'",
+            f"{HELPER}assert getattr(Helper.__init__, a(1))[b(1)]",
         ],
     ),
     "pickles that call a function or change a class": (
@@ -110,6 +135,15 @@ RIGHT = {  # what the same tests are for
         "y = three\nassert eval(f('y'), {'y': y}) == eval(f(3), globals()) == eval('three + 1') == 4\n"
         "def test_a(z=1):\n    assert eval(f('z'), {'z': z}) == 2\n"
         "assert eval(f'f({three})') == '3 + 1'\nassert all(map(eval, ['f(1) == \"1 + 1\"']))",
+    ),
+    "templates": (
+        "def f(x): return '{} {0.real} {1[a]:>4} {x!r}'.replace('{}', '{2}')\ndef g(x): return '$a %(b)s {c:{d}}'\n"
+        "class P:\n    format = 'csv'\n    y = 2\n    def query(self, a, b): return a + b",
+        "import string\nassert f(1).format(1, {'a': 'b'}, 'c', x='d') == \"c 1    b 'd'\"\n"
+        "assert g(1).format(c=1, d=3) == '$a %(b)s   1'\nassert 'x{}'.format(f(1)) == 'x' + f(1)\n"
+        "assert string.Template('$a').substitute(a=1) == '1' and g(1)[3:8] % {'b': 2} == '2'\nb = 3\n"
+        "assert '%(b)s' % globals() == '3' and '{b} {p.y} {0.stop}'.format(range(4), b=b, p=P()) == '3 2 4'\n"
+        "p = P()\nassert p.format == 'csv' and p.query(1, 2) == 3 and getattr(p, 'z', 4) == 4 and format(2.5, '.2f') == '2.50'",
     ),
     "pickles of plain data": (
         "import pickle, datetime, collections\n"

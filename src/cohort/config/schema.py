@@ -175,6 +175,10 @@ class EnvironmentConfig(Section):
     factory: str | dict[str, str] = ""
     """An environment for each completion: "module:Class" or "file.py:Class". A table names several, and the column
     `environment` of a row chooses one."""
+    starts: Literal["same", "any", "own"] = "same"
+    """How the episodes of a prompt's completions begin. "same": with one seed, and alike, or the run ends. "any": with
+    one seed; what environments draw elsewhere, as on a server, may differ. "own": each with its own seed, as in TRL; in
+    an evaluation, with one. Where they differ, the mean of a group's rewards is over different tasks."""
     max_turns: PositiveInt = 16
     """Maximum number of turns of an episode (finish reason "turns")."""
     max_turn_length: PositiveInt | None = None

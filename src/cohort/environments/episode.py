@@ -31,7 +31,7 @@ from cohort.environments.host import Host
 from cohort.environments.running import RunningEpisode, Waiting
 from cohort.environments.turns import TurnFormat, first_episode
 from cohort.errors import EpisodeError
-from cohort.rollout import EndedTurn, Engine, Request, RNGKey, Sampler, Sampling, Watch
+from cohort.rollout import EndedTurn, Engine, Purpose, Request, RNGKey, Sampler, Sampling, Watch
 from cohort.rollout.engine import samplings_of
 from cohort.types import Completion, Episode, FinishReason, Group, Message, Prompt, Turn
 from cohort.watchdog import samples, waiting
@@ -39,6 +39,11 @@ from cohort.watchdog import samples, waiting
 log = logging.getLogger("cohort.environments")
 PLACE = "tools and environments"
 """What the watchdog calls them."""
+DIFFERENT = (
+    "The mean of a group's rewards is then over different tasks: as a baseline it is as unbiased as ever, but does not "
+    "know how hard each of them is. Where all rows are alike, objective.baseline = 'batch_mean' is over more of them"
+)
+"""What it means that episodes of a group begin differently."""
 Then: TypeAlias = Callable[[RunningEpisode, Future[Any]], None]
 POLL_SECONDS = 0.1
 """How often a rollout that only waits for answers looks whether it was cancelled."""
@@ -55,6 +60,8 @@ class EpisodeSampler(Sampler):
     settings: EnvironmentConfig
     show: Callable[[str], None] | None = None
     """Called once, with the first usable episode in words."""
+    told: bool = False
+    """Whether it was said that episodes of a group begin differently."""
     waiting: Waiting = field(default_factory=Waiting)
 
     def generate(
@@ -125,12 +132,13 @@ class EpisodeBatch:
 
     def run(self) -> list[Group]:
         """Play every episode to its end."""
-        seeds = [self._key.environment_seed(prompt.uid) for prompt in self._prompts]
+        own_seeds = self._settings.starts == "own" and self._key.purpose is Purpose.TRAIN
         for episode in self._episodes:
             episode.started = time.perf_counter()
             self._running[episode] = None
-            number = episode.prompt_index
-            begin = partial(self._host.begin, episode, self._prompts[number], seeds[number])
+            prompt = self._prompts[episode.prompt_index]
+            seed = self._key.environment_seed(prompt.uid, episode.sample if own_seeds else 0)
+            begin = partial(self._host.begin, episode, prompt, seed)
             self._ask(episode, begin, self._begun)
         # Memory is allocated for the trajectories that the engine knows, so it waits for what can begin now.
         can_begin = min(self._settings.max_environments, len(self._episodes))
@@ -144,10 +152,22 @@ class EpisodeBatch:
                     self._handle_ready()
             if self._running:
                 self._wait()
+        if self._settings.starts != "same":
+            return list(map(self._joined, self._prompts, self._groups))
         return [
             Group(prompt, tuple(self._done[episode] for episode in group))
             for prompt, group in zip(self._prompts, self._groups, strict=True)
         ]
+
+    def _joined(self, row: Prompt, episodes: Sequence[RunningEpisode]) -> Group:
+        """The group of a row whose episodes may have begun differently."""
+        prompts = [episode.prompt for episode in episodes]
+        if len({prompt.token_ids[:1] for prompt in prompts if prompt}) > 1:
+            raise EpisodeError(
+                "the prompts of one group have no token in common, so they are no group: let the row's prompt, or the "
+                "chat template, begin with a text"
+            )
+        return Group.of_starts(row, [(prompt, self._done[one]) for prompt, one in zip(prompts, episodes, strict=True)])
 
     def abandon(self) -> None:
         """Close the environments of episodes that have not ended."""
@@ -253,23 +273,41 @@ class EpisodeBatch:
                 self._finish(episode, FinishReason.ENVIRONMENT, failure)
         if not ready:
             return
-        if (other := next((messages for messages in shown if messages != shown[0]), None)) is not None:
-            raise EpisodeError(
-                f"the environments of one group showed different things first, {_text(shown[0])!r:.80} and "
-                f"{_text(other)!r:.80}: rewards of a group are compared, so its episodes must begin alike. Draw what "
-                "varies from the parameter `seed` of reset(), which is the same for all completions of a group"
-            )
-        if shown[0]:
-            self._prompts[p] = self._sampler.format.bridge.opening(self._prompts[p], shown[0])
+        starts = [messages for n, messages in enumerate(shown) if messages not in shown[:n]]
+        if len(starts) > 1:
+            self._check_starts(*starts[:2])
+        row, bridge = self._prompts[p], self._sampler.format.bridge
+        prompts = [bridge.opening(row, messages) if messages else row for messages in starts]
+        for episode, messages in zip(ready, shown, strict=True):
+            episode.prompt = prompts[starts.index(messages)]
+        if self._settings.starts == "same" and shown[0]:
+            self._prompts[p] = prompts[0]
             if self._watch.on_prompt:
-                self._watch.on_prompt(p, self._prompts[p])
+                self._watch.on_prompt(p, prompts[0])
+        ready = [
+            episode for prompt in prompts for episode in ready if episode.prompt is prompt
+        ]  # they share its prefill
         requests = [
-            Request(self._prompts[p], episode.sample, self._samplings[p], self._key, p, continues=True)
+            Request(_prompt_of(episode), episode.sample, self._samplings[p], self._key, p, continues=True)
             for episode in ready
         ]
         for episode, number in zip(ready, self._engine.submit(requests), strict=True):
             episode.number = number
             self._by_number[number] = episode
+
+    def _check_starts(self, first: Sequence[Message], other: Sequence[Message]) -> None:
+        """Refuse that episodes of a group begin differently, or say what it means."""
+        what = f"the environments of one group showed different things first, {_text(first)!r:.80} and "
+        what += f"{_text(other)!r:.80}"
+        if self._settings.starts == "same":
+            raise EpisodeError(
+                f"{what}: rewards of a group are compared, so its episodes must begin alike. Draw what varies from the "
+                "parameter `seed` of reset(), or in reset() from random, numpy.random or torch, which are seeded alike "
+                'for all completions of a group; or set environment.starts to "any", to compare them all the same'
+            )
+        if self._settings.starts == "any" and not self._sampler.told:
+            self._sampler.told = True
+            log.warning("%s. %s", what, DIFFERENT)
 
     def _turn_ended(self, episode: RunningEpisode, turn: EndedTurn) -> None:
         """Parse what the policy wrote and ask the host for the answer, or end the episode."""
@@ -282,7 +320,7 @@ class EpisodeBatch:
         drawn = last[len(last) - turn.num_drawn :].tolist()
         if reason is FinishReason.EOS:
             drawn.pop()
-        prefix = self._prompts[episode.prompt_index].text if not episode.turns else episode.prefix
+        prefix = _prompt_of(episode).text if not episode.turns else episode.prefix
         parsed = self._sampler.format.parse(drawn, prefix)
         episode.message = parsed.message
         if reason is FinishReason.LENGTH:
@@ -315,7 +353,7 @@ class EpisodeBatch:
 
     def _extend(self, episode: RunningEpisode, turn: EndedTurn, messages: Sequence[Message]) -> bool:
         """Give the trajectory the tokens of an answer; False if they leave no room for a drawn one."""
-        form, prompt = self._sampler.format, self._prompts[episode.prompt_index]
+        form, prompt = self._sampler.format, _prompt_of(episode)
         last = turn.completion.segments[-1].token_ids
         token_ids = form.bridge.after(messages, last_token=int(last[-1]), prompt=prompt)
         if self._settings.history != "append":
@@ -377,7 +415,14 @@ class EpisodeBatch:
         if ended.reward is not None:
             rewards.append(ended.reward)
         reward = math.fsum(rewards) if rewards else None
-        record = Episode(tuple(episode.turns), reward, ended.state, failure.details if failure else "")
+        own = episode.prompt.prompt if episode.prompt and self._settings.starts != "same" else None
+        record = Episode(
+            tuple(episode.turns),
+            reward,
+            ended.state,
+            failure.details if failure else "",
+            None if isinstance(own, str) else own,
+        )
         completion = episode.completion or Completion.of_tokens((), (), reason)
         self._done[episode] = completion = replace(completion, finish_reason=reason, episode=record)
         self._running.pop(episode)
@@ -394,6 +439,11 @@ class EpisodeBatch:
             error.failed = groups
             raise error from first
         log.warning("%s and are left out. The first:\n%s", count, first.details)
+
+
+def _prompt_of(episode: RunningEpisode) -> Prompt:
+    assert episode.prompt is not None, "the trajectory was submitted"
+    return episode.prompt
 
 
 def _text(messages: Sequence[Message]) -> str:

@@ -125,7 +125,7 @@ class Host:
         arguments = shape.arguments(row, seed)
         live.home, live.last = self._home(shape), self._slots[shape].acquire()
         self._live[episode] = live
-        return self._ask(live, "reset", arguments)
+        return self._ask(live, "reset", arguments, seed)
 
     def answer(self, episode: Hashable, turn: ParsedTurn) -> Future[Answer]:
         """Make the calls of a turn, or give its text to the environment.
@@ -248,11 +248,13 @@ class Host:
         attempt()
         return outcome
 
-    def _ask(self, live: _Live, method: str, given: Mapping[str, Any] | None = None) -> Future[Any]:
+    def _ask(
+        self, live: _Live, method: str, given: Mapping[str, Any] | None = None, seed: int | None = None
+    ) -> Future[Any]:
         """Call a method of an environment, as ``perform`` does, when all earlier calls have ended."""
         assert live.shape is not None
         performer, previous = self._performers[live.shape], live.last
-        arguments = {"number": live.number, "method": method, "given": given or {}}
+        arguments = {"number": live.number, "method": method, "given": given or {}, "seed": seed}
 
         def begin() -> Future[Any]:
             if live.abandoned and method != "close":

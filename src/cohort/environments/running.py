@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cohort.environments.contract import Answer, EpisodeFailed
-from cohort.types import Completion, Message, Turn
+from cohort.types import Completion, Message, Prompt, Turn
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +20,8 @@ class RunningEpisode:
     started: float = 0.0
     first: Answer | EpisodeFailed | None = None
     """What the environment showed first, or why it did not; None while that is awaited."""
+    prompt: Prompt | None = None
+    """The prompt with what the environment showed first; None before the trajectory is submitted."""
     number: int | None = None
     """The engine's number of the trajectory; None before it is submitted."""
     completion: Completion | None = None

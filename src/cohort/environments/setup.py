@@ -11,7 +11,7 @@ from cohort.config import EnvironmentConfig, GRPOConfig
 from cohort.environments.adapters import mcp
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser
-from cohort.environments.episode import EpisodeSampler
+from cohort.environments.episode import DIFFERENT, EpisodeSampler
 from cohort.environments.host import Host
 from cohort.environments.shapes import Shape, find_environments
 from cohort.environments.tools import Toolbox
@@ -178,4 +178,7 @@ class Acting:
             limits.append(f"{settings.max_observation_tokens} tokens an answer")
         if settings.episode_timeout is not None:
             limits.append(f"{settings.episode_timeout:g} s an episode")
-        return f"episodes: {', '.join(limits)}\n{self.host.describe()}"
+        starts = ""
+        if self.shapes and settings.starts == "own":
+            starts = f"\neach completion's environment has its own seed (environment.starts). {DIFFERENT}"
+        return f"episodes: {', '.join(limits)}\n{self.host.describe()}{starts}"

@@ -7,10 +7,14 @@ import asyncio
 import inspect
 import math
 import pickle
+import random
 import reprlib
+import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cohort.calls import copied, partial_layers, run_on_loop
@@ -197,7 +201,9 @@ LIVE: dict[int, Any] = {}
 """The environments in this process, by number."""
 
 
-async def perform(factory: Factory, steps: bool, number: int, method: str, given: Mapping[str, Any]) -> Any:
+async def perform(
+    factory: Factory, steps: bool, number: int, method: str, given: Mapping[str, Any], seed: int | None = None
+) -> Any:
     """Call a method of an environment.
 
     Args:
@@ -207,6 +213,7 @@ async def perform(factory: Factory, steps: bool, number: int, method: str, given
         method: ``reset``, ``step``, ``get_reward``, ``close``, or one that is a tool. There need be no ``get_reward``
             and ``close``.
         given: the arguments.
+        seed: of the global random generators while an environment is made and reset.
 
     Returns:
         Of ``reset`` and ``step``, an ``Answer``. Of ``get_reward``, ``Ended``. Of ``close``, why it failed. Of a tool,
@@ -219,12 +226,16 @@ async def perform(factory: Factory, steps: bool, number: int, method: str, given
     what = "the factory of environments"
     try:
         if method == "reset":
-            LIVE[number] = factory()  # kept before reset, so that it is closed if reset fails
+            with (draws := SeededDraws(seed)):
+                LIVE[number] = factory()  # kept before reset, so that it is closed if reset fails
         environment = LIVE[number]
         what = f"{type(environment).__name__}.{method}"
         match method:
             case "reset":
-                return _first(await _value(environment.reset(**given)), what, steps)
+                with draws:
+                    returned = environment.reset(**given)
+                returned = draws.during(returned) if inspect.isawaitable(returned) else returned
+                return _first(await _value(returned), what, steps)
             case "step":
                 return _answer(await _value(environment.step(*given.values())), what)
             case "get_reward":
@@ -237,6 +248,75 @@ async def perform(factory: Factory, steps: bool, number: int, method: str, given
         return failure
     except (Exception, SystemExit) as error:
         return EpisodeFailed(f"{what} {describe_error(error)}", "".join(traceback.format_exception(error)).rstrip())
+
+
+class SeededDraws:
+    """Blocks in which the global generators of Python, NumPy and torch go on from a seed, and not from where they are
+    outside. Libraries that are not loaded have no generator.
+
+    Args:
+        seed: below 2**32. None: the generators are left alone.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed, self._state, self._outside = seed, _Generators(), _Generators()
+
+    def __enter__(self) -> None:
+        if self._seed is not None:
+            self._outside = _Generators.now()
+            _seed_all(self._seed)
+            self._state.put_back()
+
+    def __exit__(self, *_: object) -> None:
+        if self._seed is not None:
+            self._state = _Generators.now()
+            self._outside.put_back()
+
+    @types.coroutine
+    def during(self, awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
+        """Wait for something, whose steps are such blocks: other tasks go on between them."""
+        steps, send = awaitable.__await__(), None
+        while True:
+            try:
+                with self:
+                    waits_for = steps.send(None) if send is None else send()
+            except StopIteration as end:
+                return end.value
+            try:
+                yield waits_for
+                send = None
+            except BaseException as error:
+                send = partial(steps.throw, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Generators:
+    """States of generators, each with the function that sets it."""
+
+    states: tuple[tuple[Callable[[Any], object], Any], ...] = ()
+
+    @classmethod
+    def now(cls) -> _Generators:
+        """The present states."""
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        found: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
+        found += [(numpy.random.set_state, numpy.random.get_state())] if numpy else []
+        found += [(torch.set_rng_state, torch.get_rng_state())] if torch else []
+        return cls(tuple(found))
+
+    def put_back(self) -> None:
+        """Set the generators."""
+        for put, state in self.states:
+            put(state)
+
+
+def _seed_all(seed: int) -> None:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed)
+    if torch:
+        torch.default_generator.manual_seed(seed)
 
 
 async def call_tool(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[str, bool] | EpisodeFailed:

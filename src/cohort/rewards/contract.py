@@ -100,7 +100,8 @@ def call_arguments(per: Per, groups: Sequence[Group], state: TrainerState) -> di
     """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     completions = [completion for _, completion in pairs]
-    prompts = [p.prompt if isinstance(p.prompt, str) else [dict(message) for message in p.prompt] for p, _ in pairs]
+    read = [(completion.episode and completion.episode.prompt) or prompt.prompt for prompt, completion in pairs]
+    prompts = [one if isinstance(one, str) else [dict(message) for message in one] for one in read]
     texts = [_answer(completion) for completion in completions]
     ids = [completion.token_ids.tolist() for completion in completions]
     reasons = [str(completion.finish_reason) for completion in completions]

@@ -102,12 +102,13 @@ class RNGKey:
         high, low, _, _ = philox4x32((step, prompt, own, start), (self.seed, int(self.purpose)))
         return (int(high[0]) & 0x7FFFFFFF) << 32 | int(low[0])
 
-    def environment_seed(self, prompt_uid: int) -> int:
-        """The seed of the environments of a prompt's group, below 2**32: the same for all its samples.
+    def environment_seed(self, prompt_uid: int, sample: int = 0) -> int:
+        """A seed of a prompt's environments, below 2**32: that of sample 0 is for all samples that share one.
 
         >>> RNGKey(7, 0).environment_seed(1) == RNGKey(7, 0).environment_seed(2)
         False
         """
         purpose = Purpose.ENVIRONMENT if self.purpose is Purpose.TRAIN else Purpose.EVAL_ENVIRONMENT
-        step, prompt, zero = (np.full(1, word, np.uint64) for word in (self.step, prompt_uid & 0xFFFFFFFF, 0))
-        return int(philox4x32((step, prompt, zero, zero), (self.seed, int(purpose)))[0][0])
+        words = (np.full(1, word, np.uint64) for word in (self.step, prompt_uid & 0xFFFFFFFF, sample, 0))
+        step, prompt, number, zero = words
+        return int(philox4x32((step, prompt, number, zero), (self.seed, int(purpose)))[0][0])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from cohort.rewards.runner import EndedCall, Scoring
 from cohort.runs.rollouts import StoredRollout
 from cohort.train.rollout import Rollout
-from cohort.types import Completion, FinishReason, Group, Prompt
+from cohort.types import FinishReason, Group, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,7 @@ class Unfinished:
 
     def joined(self, drawn: Sequence[Group]) -> list[Group]:
         """The groups, with the completions that were missing."""
-        return [
-            Group(old.prompt if old.completions else new.prompt, _merged(old, some, new))
-            for old, some, new in zip(self.groups, self.samples, drawn, strict=True)
-        ]
+        return [_merged(old, some, new) for old, some, new in zip(self.groups, self.samples, drawn, strict=True)]
 
     def to_store(self) -> StoredRollout:
         """It, as files hold it."""
@@ -121,7 +118,13 @@ class Unfinished:
         return cls(rounds, stored.groups[whole:], **members)
 
 
-def _merged(old: Group, samples: Sequence[int], new: Group) -> tuple[Completion, ...]:
-    """All completions of a group, in order."""
+def _merged(old: Group, samples: Sequence[int], new: Group) -> Group:
+    """A group with all completions, in order."""
     ended, drawn = dict(zip(samples, old.completions, strict=True)), iter(new.completions)
-    return tuple(ended[g] if g in ended else next(drawn) for g in range(len(old.completions) + len(new.completions)))
+    pairs = [
+        (old.prompt, ended[g]) if g in ended else (new.prompt, next(drawn))
+        for g in range(len(old.completions) + len(new.completions))
+    ]
+    if not (ended and new.completions) or old.prompt.token_ids == new.prompt.token_ids:
+        return Group(old.prompt if ended else new.prompt, tuple(completion for _, completion in pairs))
+    return Group.of_starts(old.prompt, pairs)

@@ -101,7 +101,7 @@ def translate(
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
         "vllm": _vllm(args, world_size) if args.use_vllm else {},
         # One turn more than calls; each has at least one token.
-        "environment": {"max_turns": args.max_completion_length if calls is None else calls + 1},
+        "environment": {"max_turns": args.max_completion_length if calls is None else calls + 1, "starts": "any"},
         "objective": {**objective_settings(args), **batches},
         "optim": _optim(args, updates),
         "eval": {"eval_steps": 0, "num_generations_eval": group, **_best(args)},

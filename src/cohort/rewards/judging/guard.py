@@ -1,13 +1,17 @@
-"""Keep what the program returns from running as code in the process that compares results.
+"""Keep what the program returns from running as code, and from reading, in the process that compares results.
 
-``eval`` of the tests computes with plain data, and calls the program in its own process. Unpickling makes plain data
-only. An audit hook, which cannot be removed, refuses what goes around both.
+``eval`` of the tests computes with plain data, and calls the program in its own process. Templates of the program fill
+in what they are given, and read no attributes of the tests' objects. Unpickling makes plain data only. An audit hook,
+which cannot be removed, refuses what goes around both.
 """
 
 from __future__ import annotations
 
+import _string
 import ast
 import operator
+import os
+import string
 import sys
 
 TYPE_CHECKING = False
@@ -21,6 +25,23 @@ FUNCTIONS: tuple[Any, ...] = (
     *(reversed, round, set, sorted, str, sum, tuple, zip),
 )
 FORMATS = ("format", "format_map")  # read attributes of their arguments
+READS = {*FORMATS, "vformat", "substitute", "safe_substitute", "query", "eval"}
+"""Methods that fill in or run a text."""
+READ, FILL = "_cohort_read_", "_cohort_fill_"
+"""What the code of the tests calls in the place of ``value.format``, and of ``template % locals()``."""
+VARIABLES = {"globals", "locals", "vars"}
+INSIDES = {
+    "__globals__",
+    "__builtins__",
+    "__code__",
+    "__closure__",
+    "__dict__",
+    "__self__",
+    "__func__",
+    "__subclasses__",
+}
+INSIDES |= {"f_globals", "f_locals", "f_back", "f_builtins", "tb_frame", "gi_frame", "cr_frame", "ag_frame"}
+"""Attributes by which an object leads to everything."""
 PICKLED = {
     "builtins": {"bytearray", "complex", "frozenset", "range", "set", "slice"},
     "collections": {"OrderedDict", "defaultdict", "deque"},
@@ -58,7 +79,8 @@ def evaluator(own: set[str], look_up: Callable[[str], Any], is_remote: Callable[
             caller = caller.f_back
         if type(source) is str and source in own:
             found = caller.f_globals if names is None else names
-            return eval(source, found, caller.f_locals if local is None and names is None else local)
+            code = compile(guarded(ast.parse(source.strip(), mode="eval")), "tests.py", "eval")
+            return eval(code, found, caller.f_locals if local is None and names is None else local)
         text = source.decode() if isinstance(source, bytes) else str.__str__(source)
         given = {**_passed(names or {}, caller), **_passed(local or {}, caller)}
         return _Expression(given, look_up, is_remote).value(ast.parse(text.strip(), mode="eval").body)
@@ -149,6 +171,107 @@ class _Expression:
         return function(*map(self.value, node.args), **named)
 
 
+def guarded(tree: Any) -> Any:
+    """The code of tests that calls ``READ`` and ``FILL`` of ``readers`` where a text could read the tests' objects."""
+    return ast.fix_missing_locations(_Guarded().visit(tree))
+
+
+class _Guarded(ast.NodeTransformer):
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        self.generic_visit(node)
+        if node.attr not in READS or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.copy_location(_call(READ, node.value, ast.Constant(node.attr)), node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        names = {part.func.id for part in ast.walk(node.right) if isinstance(part, ast.Call) and _is_name(part.func)}
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Mod) and names & VARIABLES:
+            return ast.copy_location(_call(FILL, node.left, node.right), node)
+        return node
+
+
+def _is_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name)
+
+
+def _call(name: str, *arguments: Any) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
+
+
+def readers(own: set[str], is_remote: Callable[[Any], bool]) -> dict[str, Any]:
+    """Built-ins for the tests: what ``guarded`` makes them call, and a ``getattr`` that leads nowhere else.
+
+    A template that stands in the tests does what it does anywhere. Any other may be the program's: it is filled in with
+    what the call passes, but reads attributes of plain data and of the program's objects only, and never a variable of
+    the tests.
+
+    Args:
+        own: the strings of the tests; see ``plan.strings_of``.
+        is_remote: whether a value stands for one in the program.
+    """
+    fields = _Fields(is_remote)
+
+    def fill_in(template: Any, arguments: tuple[Any, ...], names: Mapping[str, Any]) -> str:
+        if type(template) is str and template in own:
+            return template.format(*arguments, **names)
+        return fields.vformat(str.__str__(template), arguments, _passed(names, sys._getframe(2)))
+
+    def read(value: Any, name: str, *default: Any) -> Any:
+        kind = value if isinstance(value, type) else type(value)
+        if name in INSIDES:
+            raise ValueError(f"the tests do not read .{name}: a text of the program could name it")
+        if is_remote(value) and not isinstance(value, str):
+            return getattr(value, name, *default)
+        if issubclass(kind, (str, string.Formatter)) and name in (*FORMATS, "vformat"):
+            takes_names = name != "format"
+
+            def filled(*arguments: Any, **names: Any) -> str:
+                template, *rest = arguments
+                if name == "vformat":
+                    return fill_in(template, tuple(rest[0]), rest[1])
+                return fill_in(template, () if takes_names else tuple(rest), rest[0] if takes_names else names)
+
+            bound = isinstance(value, str)
+            return (lambda *arguments, **names: filled(value, *arguments, **names)) if bound else filled
+        if issubclass(kind, string.Template) and name.endswith("substitute") and value.template not in own:
+            return lambda names={}, /, **more: getattr(value, name)(_passed({**names, **more}, sys._getframe(1)))
+        if kind.__module__.partition(".")[0] == "pandas" or getattr(value, "__name__", "") == "pandas":
+            found = getattr(value, name, *default)
+
+            def run(text: Any, *arguments: Any, **named: Any) -> Any:
+                if text not in own:
+                    raise ValueError("the tests do not run a text of the program")
+                return found(text, *arguments, **named)
+
+            return run if name in ("query", "eval") else found
+        return getattr(value, name, *default)
+
+    def fill(template: Any, names: Any) -> Any:
+        if isinstance(template, str) and template not in own and isinstance(names, dict):
+            return str.__str__(template) % _passed(names, sys._getframe(1))
+        return template % names
+
+    return {READ: read, FILL: fill, "getattr": read}
+
+
+class _Fields(string.Formatter):
+    """Fills in a template of the program."""
+
+    def __init__(self, is_remote: Callable[[Any], bool]) -> None:
+        self._is_remote = is_remote
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        """The value of a field. Raises ``ValueError`` if it would read the tests' objects."""
+        first, rest = _string.formatter_field_name_split(field_name)
+        value = self.get_value(first, args, kwargs)
+        for is_attribute, name in rest:
+            if is_attribute and (name.startswith("_") or not (type(value) in PLAIN or self._is_remote(value))):
+                raise ValueError(f"a template of the program does not read .{name} of {type(value).__name__}")
+            value = getattr(value, name) if is_attribute else value[name]
+        return value, first
+
+
 def watch(own: set[str], files: tuple[str, ...]) -> None:
     """Refuse code from texts and pickles in the tests from now on, except from the strings of the tests.
 
@@ -158,7 +281,10 @@ def watch(own: set[str], files: tuple[str, ...]) -> None:
     """
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "pickle.find_class":
+        if event == "open" and isinstance(arguments[0], (str, bytes)):
+            if os.path.realpath(os.fsdecode(arguments[0])).startswith("/proc/"):  # the tests themselves, among others
+                raise ValueError("the tests do not read /proc: a text of the program could name it")
+        elif event == "pickle.find_class":
             module, name = arguments
             if name not in PICKLED.get(module, ()):
                 raise ValueError(f"the tests do not unpickle a {module}.{name}: it could run as code")

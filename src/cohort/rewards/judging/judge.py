@@ -337,7 +337,8 @@ def main(source: bytes, reads: int, writes: int) -> None:
     sys.modules["tests"] = module = ModuleType("tests")
     given = module.__dict__
     own = plan.strings_of(task)
-    given["__builtins__"] = _safe_builtins() | {"eval": guard.evaluator(own, link.look_up, is_remote)}
+    evaluate = guard.evaluator(own, link.look_up, is_remote)
+    given["__builtins__"] = _safe_builtins() | {"eval": evaluate} | guard.readers(own, is_remote)
     guard.watch(own, ("tests.py", main.__code__.co_filename))
     preparing = plan.Step(False, lambda given: _prepare(task, given, link))
     broken = None

@@ -6,6 +6,8 @@ import ast
 import json
 from collections import namedtuple
 
+from . import guard
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -242,7 +244,7 @@ def _methods(node: ast.ClassDef, definitions: dict[str, Any]) -> list[str]:
 
 
 def _runner(*statements: ast.stmt) -> Callable[[dict[str, Any]], None]:
-    code = compile(ast.Module(list(statements), []), "tests.py", "exec", dont_inherit=True)
+    code = compile(guard.guarded(ast.Module(list(statements), [])), "tests.py", "exec", dont_inherit=True)
     return lambda names: exec(code, names)
 
 
