@@ -85,14 +85,22 @@ def test_names_count_where_what_they_name_is_not_known():
     assert change.refused
 
 
-def test_a_schedule_that_depends_on_the_end_counts():
-    before, now = (GRPOConfig(max_steps=steps, lr_scheduler_type="cosine") for steps in (3, 4))
-    (change,) = setting_changes(before, now)
-    assert change.refused
-    assert "the learning rate's schedule (cosine) depends on the end of the run" in change.words
-    shares = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}
-    (change,) = setting_changes(*(GRPOConfig(max_steps=steps, **shares) for steps in (3, 4)))
-    assert change.refused
+@each(
+    ("settings", "said"),
+    [
+        ({"lr_scheduler_type": "cosine"}, True),
+        ({"lr_scheduler_type": "linear"}, True),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1}, True),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}, False),
+        ({"lr_scheduler_type": "constant"}, False),
+    ],
+)
+@each("ends", [{"max_steps": (3, 4)}, {"max_steps": (4, 3)}, {"num_epochs": (1, 2)}])
+def test_another_end_is_allowed_and_what_it_does_to_the_learning_rate_is_said(settings, said, ends):
+    ((name, values),) = ends.items()
+    (change,) = setting_changes(*(GRPOConfig(**{name: value}, **settings) for value in values))
+    assert (change.key, change.refused) == (f"run.{name}", False)
+    assert ("goes on as that of a run with the new end" in change.words) == said
 
 
 @each(

@@ -410,10 +410,14 @@ def test_without_a_run_there_is_nothing_to_resume(demo_tokenizer, tmp_path):
         make_trainer(demo_tokenizer, tmp_path / "none", max_steps=2).train(resume=True)
 
 
-def test_a_schedule_that_depends_on_the_end_is_not_extended(demo_tokenizer, tmp_path):
-    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, lr_scheduler_type="linear").train()
-    with pytest.raises(RunFolderError, match="depends on the end of the run"):
-        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, lr_scheduler_type="linear").train(resume=True)
+def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(demo_tokenizer, tmp_path, capsys):
+    linear = {"lr_scheduler_type": "linear", "learning_rate": 0.1}
+    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, **linear).train()
+    longer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, progress=True, **linear)
+    rates = [metrics["learning_rate"] for metrics in longer.steps(resume=True)]
+    assert rates == pytest.approx([0.075, 0.05, 0.025])
+    said = "run.max_steps: the run has 1, now 4; the learning rate (linear) goes on as that of a run with the new end"
+    assert said in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(finished, demo_tokenizer, tmp_path):

@@ -107,8 +107,10 @@ def setting_changes(
         harmless = key in MAY_CHANGE_ON_RESUME | by_facts or key.partition(".")[0] in MAY_CHANGE_ON_RESUME
         words = f"the run has {_shown(before)}, now {_shown(after)}"
         if key in ("run.max_steps", "run.num_epochs") and now.optim.depends_on_the_end:
-            words += f"; the learning rate's schedule ({now.optim.lr_scheduler_type}) depends on the end of the run"
-            harmless = False
+            words += (
+                f"; the learning rate ({now.optim.lr_scheduler_type}) goes on as that of a run with the new end, which "
+                "differs from the run's so far"
+            )
         found.append(Change(key, words, not harmless))
     return found
 
