@@ -19,12 +19,13 @@ ROLES = (
 @pytest.fixture(scope="session")
 def run_recipe(tmp_path_factory):
     """``run_recipe("gsm8k", "--run.max_steps", "1", ...)``: ``cohort train`` with the shipped files, in this process and
-    from an empty folder. Returns the run folder. The errors of a bad setting are raised, as ``CohortError``."""
+    from an empty folder. Returns the run folder. The errors of a bad setting are raised, as ``CohortError``. ``file``
+    names other settings than config.toml."""
 
-    def run(name, *overrides):
+    def run(name, *overrides, file="config.toml"):
         from cohort.cli.main import app
 
-        config = shipped.recipes()[name].folder / "config.toml"
+        config = shipped.recipes()[name].folder / file
         folder = tmp_path_factory.mktemp(name)
         arguments = ["train", str(config), "--run.output_dir", str(folder / "run"), *map(str, overrides)]
         command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)

@@ -11,7 +11,7 @@ import pytest
 
 from cohort.train.record import name_of
 from cohort.trl import GRPOConfig
-from cohort.trl.given import of_revision, reward_functions
+from cohort.trl.given import named_model, reward_functions
 from cohort.trl.translate import translate
 
 
@@ -22,11 +22,17 @@ from cohort.trl.translate import translate
         ("owner/name", {"revision": "main"}, "owner/name"),
         ("owner/name", None, "owner/name"),
         (3, {"revision": "v1"}, 3),
+        ("owner/name", {"gguf_file": "a.gguf"}, "owner/name:a.gguf@None"),
+        ("owner/name", {"gguf_file": "a.gguf", "revision": "v1"}, "owner/name:a.gguf@v1"),
+        ("{folder}", {"gguf_file": "a.gguf"}, "{folder}/a.gguf"),
+        (3, {"gguf_file": "a.gguf"}, 3),
     ],
 )
-def test_a_revision_is_the_folder_of_its_snapshot(model: Any, loading: Any, expected: Any, monkeypatch):
+def test_a_revision_and_a_file_have_paths(model: Any, loading: Any, expected: Any, monkeypatch, tmp_path):
+    model, expected = (one.format(folder=tmp_path) if isinstance(one, str) else one for one in (model, expected))
+    monkeypatch.setattr("cohort.trl.given.file_of_hub", lambda name, file, revision: f"{name}:{file}@{revision}")
     monkeypatch.setattr("cohort.trl.given.folder_of_revision", lambda name, revision: f"{name}@{revision}")
-    assert of_revision(model, GRPOConfig("out", model_init_kwargs=loading)) == expected
+    assert named_model(model, GRPOConfig("out", model_init_kwargs=loading)) == expected
 
 
 def takes_all(completions, scale=1, **columns):

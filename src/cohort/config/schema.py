@@ -63,8 +63,8 @@ class ModelConfig(Section):
     """The policy."""
 
     path: PathName = ""
-    """A Hugging Face causal language model: a folder, a hub id, or a model of the package, "cohort:demo" or
-    "cohort:demo-tool". In Python, pass the `model` argument instead."""
+    """A Hugging Face causal language model: a folder, a hub id, a GGUF file (extra "gguf"), or a model of the package,
+    "cohort:demo" or "cohort:demo-tool". In Python, pass the `model` argument instead."""
     revision: str = ""
     """Branch, tag or commit of a hub id. Empty: the newest of the main branch."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

@@ -110,7 +110,7 @@ class Request(EvalFlags):
             return ""
         if not path.exists():
             return f" ({self.model} is not a folder here, so it is taken for a hub id, which has no run)"
-        is_model = any((path / name).exists() for name in ("config.json", "adapter_config.json"))
+        is_model = path.is_file() or any((path / name).exists() for name in ("config.json", "adapter_config.json"))
         return "" if is_model else f" ({self.model} holds neither a model nor a run)"
 
     def _source(self) -> str | None:

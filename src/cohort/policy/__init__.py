@@ -10,6 +10,7 @@ from cohort.policy.load import (
     Precision,
     check_loading,
     end_token_ids,
+    file_of_hub,
     folder_of_revision,
     load_model,
     load_tokenizer,

@@ -76,7 +76,9 @@ def check_config(folder: Path) -> None:
         ModelError: there is none, or it is not a JSON object.
     """
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model folder {folder} holds no config.json, which says what the model is")
+        found = next(iter(sorted(folder.glob("*.gguf"))), None)
+        instead = f": to use {found.name} in it, give the path of that file" if found else ""
+        raise ModelError(f"model folder {folder} holds no config.json, which says what the model is{instead}")
     read_json_object(folder / "config.json")
 
 

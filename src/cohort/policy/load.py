@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from cohort.errors import ModelError, did_you_mean
+from cohort.policy import gguf
 from cohort.policy.files import (
     ADAPTER_FILE,
     check_adapter,
@@ -367,14 +368,17 @@ def read_config(model: Any, *, trust_remote_code: bool = False, whole: bool = Fa
 
 
 def _check_folder(path: str) -> str:
-    """The path with its ``~`` expanded, or the folder of a shipped model; a hub id unchanged. No network is asked for a
-    name whose first part is a folder here."""
+    """The path with its ``~`` expanded, or the folder of a shipped model or of a GGUF file; a hub id unchanged. No
+    network is asked for a name whose first part is a folder here."""
     if not path:
         raise ModelError("no model given: set model.path to a model folder or a hub id")
     if path.startswith(PREFIX):
         return shipped(path, "model", ModelError)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     expanded = os.path.expanduser(path)  # noqa: PTH111 - Path raises for an unknown user
+    if Path(expanded).is_file() or path.endswith(gguf.SUFFIX):
+        with _errors(f"cannot read {path}", path):
+            return str(gguf.folder_of(Path(expanded)))
     parent = Path(expanded).parent
     if not Path(expanded).is_dir() and (looks_local or ("/" in path and parent.is_dir())):
         there = sorted(one.name for one in parent.iterdir() if one.is_dir()) if parent.is_dir() else []
@@ -403,6 +407,18 @@ def folder_of_revision(model: str, revision: str, *, allow_pickled_weights: bool
         return str(snapshot_download(model, revision=revision, allow_patterns=patterns))
 
 
+def file_of_hub(model: str, name: str, revision: str | None = None) -> str:
+    """The path of one file of a hub model, which is downloaded if it is not there.
+
+    Raises:
+        ModelError: there is no such model, revision or file.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with _errors(f"cannot load {name} of {model!r}", model):
+        return str(hf_hub_download(_check_folder(model), name, revision=revision))
+
+
 @contextlib.contextmanager
 def _errors(what: str, path: str) -> Iterator[None]:
     """Raise the errors of transformers as ``ModelError``."""
@@ -413,7 +429,7 @@ def _errors(what: str, path: str) -> Iterator[None]:
     except BaseException as error:  # of a broken file, of any type, and a PanicException from libraries in Rust
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        hub = "" if Path(path).is_dir() else " (no folder of that name here, so it was taken for a hub id)"
+        hub = "" if Path(path).exists() else " (no folder of that name here, so it was taken for a hub id)"
         raise ModelError(f"{what}{hub}: {_first_line(error)}{_flag_for(error)}") from error
 
 

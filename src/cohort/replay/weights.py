@@ -134,7 +134,7 @@ def _initial_model(run: Path, config: GRPOConfig) -> str:
     if not config.model.path or "model" in start.missing:
         raise NoWeightsError("the run's initial model was given in Python, so its settings do not name it (model.path)")
     folder = start.working_directory(run)
-    if folder and (folder / config.model.path).is_dir():
+    if folder and (folder / config.model.path).exists():
         return str(folder / config.model.path)
     return str(chosen_model(None, config.model))
 

@@ -17,6 +17,7 @@ from cohort.errors import ConfigError
 from cohort.policy import (
     DeferredModel,
     check_loading,
+    file_of_hub,
     folder_of_revision,
     load_model,
     resolve_device,
@@ -41,16 +42,24 @@ def default_arguments(model: Any) -> Arguments:
     return Arguments(f"{Path(name).name}-GRPO")
 
 
-def of_revision(model: Any, args: Any) -> Any:
-    """The folder of the revision that ``args.model_init_kwargs`` names. A loaded model has its revision, as in TRL.
+def named_model(model: Any, args: Any) -> Any:
+    """The GGUF file that ``args.model_init_kwargs`` names, or the folder of the revision; else the model as given. A
+    loaded model has its weights, as in TRL.
 
     Raises:
-        ModelError: there is no such revision.
+        ConfigError: ``gguf_file`` is no name.
+        ModelError: there is no such file or revision.
     """
-    revision = (args.model_init_kwargs or {}).get("revision")
-    if not isinstance(model, str) or revision in (None, "main"):
+    loading = args.model_init_kwargs or {}
+    revision, file = loading.get("revision"), loading.get("gguf_file")
+    if not isinstance(model, str):
         return model
-    return folder_of_revision(model, revision)
+    if file is not None:
+        if not isinstance(file, str):
+            raise ConfigError(f"model_init_kwargs['gguf_file']: expected the name of a file, got {file!r:.80}")
+        folder = Path(model).expanduser()
+        return str(folder / file) if folder.is_dir() else file_of_hub(model, file, revision)
+    return model if revision in (None, "main") else folder_of_revision(model, revision)
 
 
 def prepared_model(

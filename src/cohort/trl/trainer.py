@@ -33,7 +33,7 @@ from cohort.trl.findings import Findings
 from cohort.trl.given import (
     count_prompts,
     default_arguments,
-    of_revision,
+    named_model,
     prepared_model,
     reward_functions,
     rows,
@@ -104,7 +104,7 @@ class GRPOTrainer:
         check_args(args)
         _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
         set_seed(args.seed)
-        model = of_revision(model, args)
+        model = named_model(model, args)
         batch = Batch.of(args, args.world_size)
         if train_dataset is None and environment_factory is not None:
             train_dataset = batch.blank_rows(args, environment_factory)

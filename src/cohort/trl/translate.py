@@ -200,7 +200,7 @@ def _model(args: Any, model_config: Any) -> Settings:
     loading.pop("torch_dtype", None)
     compute = DTYPES[one_of("model_init_kwargs['dtype']", dtype, DTYPES)]
     loading.pop("trust_remote_code", None)
-    if unknown := sorted(set(loading) - {"revision", *UNUSED_KEYS}):
+    if unknown := sorted(set(loading) - {"revision", "gguf_file", *UNUSED_KEYS}):
         raise ConfigError(
             f"model_init_kwargs has {', '.join(map(repr, unknown))}, which is not supported here: load the model in "
             "the script and pass it to GRPOTrainer"
