@@ -16,7 +16,7 @@ from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
 from cohort.types import Completion, FinishReason, Group, Segment
 from tests.conftest import tiny_llama
-from tests.environments.games import LetterHost, completions_of, sampler
+from tests.environments.games import OPENING, LetterBridge, LetterHost, completions_of, sampler
 from tests.environments.test_exact import FLOAT32, PROMPTS, STOPS
 from tests.rollout.test_local_engine import LetterTokenizer
 
@@ -104,6 +104,17 @@ def test_failed_environments_make_their_episodes_unusable(engine, latency, caplo
 def test_a_rollout_without_any_usable_episode_is_an_error(engine):
     with pytest.raises(EpisodeError, match="9 of 9 episodes failed, the first: raised ValueError: broken"):
         play(engine, LetterHost(turns=4, fails=lambda p, g, turn: turn == 2))
+
+
+@pytest.mark.parametrize("numbers", [[[2], [1, 2], []], [[0, 1, 2], [2], [1]]])
+def test_failures_of_all_that_was_left_to_draw_are_no_error(engine, caplog, numbers):
+    """As in a resumed run: other episodes of the rollout ended well before."""
+    episodes = sampler(engine, LetterHost(turns=4, fails=lambda p, g, turn: turn == 2))
+    groups = episodes.generate(PROMPTS, 3, SAMPLING, RNGKey(0, 3), samples=numbers)
+    assert [len(group.completions) for group in groups] == list(map(len, numbers))
+    assert set(reasons(completions_of(groups))) == {"environment"}
+    count = sum(map(len, numbers))
+    assert f"{count} of {count} episodes failed and are left out" in caplog.text
 
 
 class Silent(LetterHost):
@@ -241,6 +252,30 @@ def test_long_answers_are_shortened_in_the_middle():
     sparse = "one two three" + " " * 9_999 + "four five"
     assert shortened(sparse) == sparse
     assert shortened(sparse + " six") == "one two three\n[1 tokens are left out here]\nfive six"
+
+
+class Rewriting(LetterBridge):
+    """Writes every history anew, with so many tokens."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def rewritten(self, prompt, messages, tokens):
+        return [OPENING] * self.length
+
+
+@pytest.mark.parametrize("room", [1, 0, -1])
+def test_a_rewritten_history_needs_room_for_one_token(engine, room):
+    """Nothing follows a turn that fills the completion, whatever a rewrite would leave of it."""
+    length = SAMPLING.max_completion_length - room
+    episodes = sampler(engine, LetterHost(turns=4), history="template")
+    episodes.format = TurnFormat(LetterTokenizer(), Rewriting(length), None)
+    for completion in completions_of(episodes.generate(PROMPTS, 3, SAMPLING, RNGKey(0, 3))):
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert len(completion.episode.turns) == len(completion.segments) == (2 if room > 0 else 1)
+        if room > 0:
+            assert completion.segments[1].token_ids[:-1].tolist() == [OPENING] * length
+            assert completion.segments[1].is_drawn.sum() == completion.episode.turns[1].num_drawn == 1
 
 
 def test_seconds_of_waiting_and_what_was_not_hidden(engine):

@@ -132,14 +132,15 @@ def test_a_rollout_without_signal_makes_no_step(float64_policy):
         assert torch.equal(old, new)
 
 
-def test_masked_tokens_without_a_pass_count_as_masked(float64_policy):
+def test_tokens_and_sequences_without_a_pass_count(float64_policy):
     """With a KL every sequence has a pass, without one a truncated sequence has none: the shares are the same."""
+    counted = ("cause_masked", "cause_no_advantage", "all_tokens", "all_sequences")
     shares = []
     for beta in (0.0, 0.1):
         objective = PRESETS["default"].replace(truncated="mask", beta=beta)
         batch = batch_for(float64_policy, objective, truncated=(1, 3))
         _, result = gradient(float64_policy, batch, objective, 100)
-        shares.append([result.statistics.sums[f"cause_{cause}"] for cause in ("masked", "no_advantage")])
+        shares.append([result.statistics.sums[name] for name in counted])
     assert shares[0] == shares[1]
     assert shares[0][0] == batch.lengths_S[[1, 3]].sum()
 

@@ -24,8 +24,11 @@ def written_out(policy, reference, batch, objective, bonus):
         if i in TRUNCATED and objective.truncated == "mask":
             continue
         p, q = (torch.log_softmax(plain_rows(model, prompt, ids), -1) for model in (policy, reference))
-        log_ratio = p.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1) - batch.old_logps_N[tokens]
-        rows.append((p, q.detach(), log_ratio, batch.advantages_N[tokens]))
+        logps = p.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
+        anchor = {"old": batch.old_logps_N, "sampler": batch.sampler_logps_N}[objective.kl.anchor]
+        rows.append(
+            (p, q.detach(), logps - batch.old_logps_N[tokens], logps - anchor[tokens], batch.advantages_N[tokens])
+        )
     entropies = [-(p.exp() * p).sum(-1) for p, *_ in rows]
     ordered = torch.cat(entropies).detach().sort(descending=True).values
     threshold = -1.0
@@ -34,13 +37,13 @@ def written_out(policy, reference, batch, objective, bonus):
         threshold = ordered[kept - 1] - 1e-9
         assert ordered[kept] < threshold  # no tie, which rounding would decide
     loss = -bonus * torch.cat(entropies).mean()
-    for entropy, (p, q, log_ratio, a) in zip(entropies, rows, strict=True):
+    for entropy, (p, q, log_ratio, to_anchor, a) in zip(entropies, rows, strict=True):
         chosen = entropy.detach() >= threshold
         counted = int(chosen.sum()) if objective.denominator == "after_masks" else len(a)
         ratio = log_ratio.exp()
         surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
         loss = loss - (surrogate * chosen).sum() / max(counted, 1) / batch.num_sequences
-        prefix = torch.exp(log_ratio.cumsum(0) - log_ratio).detach()
+        prefix = torch.exp(to_anchor.cumsum(0) - to_anchor).detach()
         kl = (p.exp() * (p - q)).sum(-1)
         loss = loss + objective.beta * (prefix * kl).sum() / len(a) / batch.num_sequences
     return loss
@@ -55,6 +58,10 @@ ALL = {
 CASES = {
     "a bonus beside a mask": {"truncated": "mask"},
     "a KL of prefixes": {"beta": 0.5, "kl": {"estimator": "full", "correction": "prefix_product"}},
+    "a KL of prefixes since the sampler": {
+        "beta": 0.5,
+        "kl": {"estimator": "full", "correction": "prefix_product", "anchor": "sampler"},
+    },
     "all": ALL,
     "all, denominators after masks": ALL | {"denominator": "after_masks"},
 }

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cohort.errors import RewardError
+from cohort.errors import ConfigError, RewardError
 from cohort.objective import combined_advantages, group_statistics, outcome_advantages
 from cohort.presets.parts import BatchStd, GroupMean, GroupStd
 from tests.conftest import each
@@ -97,6 +97,25 @@ def test_second_best(rewards, expected):
         check(got, *expected, 0.0, 8.0)
 
 
+def test_a_users_baseline_may_lack_completions_and_changes_no_reward(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def half(rewards, group):\n"
+        "    found = rewards / 2\n"
+        "    found[0], found[rewards.isnan()] = float('nan'), float('inf')\n"
+        "    rewards.zero_(), group.zero_()\n"
+        "    return found\n"
+        "def endless(rewards, group):\n"
+        "    return rewards / 0\n"
+    )
+    rewards, groups = doubles(2, 4, NAN, 8), longs(0, 0, 1, 1)
+    check(outcome_advantages(rewards, groups, baseline=f"{tmp_path}/own.py:half", scale=None), 0, 2, 0, 4)
+    check(rewards[[0, 1, 3]], 2, 4, 8)
+    scale = GroupMean(epsilon=0.0)  # of the rewards, not of what the function left of them
+    check(outcome_advantages(rewards[:2], groups[:2], baseline=f"{tmp_path}/own.py:half", scale=scale), 0, 2 / 3)
+    with pytest.raises(ConfigError, match="infinite number for a scored completion"):
+        outcome_advantages(rewards, groups, baseline=f"{tmp_path}/own.py:endless", scale=None)
+
+
 # Scales -------------------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +152,15 @@ def test_equal_rewards_give_exactly_zero(baseline, scale):
     rewards, group = torch.full((8,), 0.1), longs(0, 1, 0, 1, 0, 1, 0, 1)
     got = outcome_advantages(rewards, group, baseline=baseline, scale=scale, lengths_S=torch.arange(8) % 3)
     assert got.tolist() == [0.0] * 8
+
+
+@each("rewards", [[0.1] * 3, [0.7, NAN, 0.7, 0.7]])
+def test_equal_rewards_of_a_batch_give_exactly_zero_though_their_mean_is_rounded(rewards):
+    rewards = doubles(*rewards)
+    assert rewards.nanmean() != rewards[0]
+    for scale in (None, GroupMean(), BatchStd()):
+        got = outcome_advantages(rewards, torch.arange(len(rewards)), baseline="batch_mean", scale=scale)
+        assert got.tolist() == [0.0] * len(rewards)
 
 
 def test_equal_rewards_of_a_group_teach_where_the_baseline_is_not_the_groups():
@@ -246,6 +274,13 @@ def test_gdpo_centres_the_sums_over_the_batch():
     first = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=False, baseline="none", scale=EXACT)
     assert first.mean() > 1
     got = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=True, baseline="none", scale=EXACT)
+    torch.testing.assert_close(got, doubles(*standardised(*first.tolist())), rtol=1e-12, atol=1e-14)
+
+
+@each("scale", [None, GroupMean()], ids=str)
+def test_gdpo_without_the_groups_deviation_divides_by_the_batchs_as_one_sample_of_more(scale):
+    first = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=False, scale=scale)
+    got = combined_advantages(TWO, WEIGHTS, TWO_GROUPS, over_batch=True, scale=scale)
     torch.testing.assert_close(got, doubles(*standardised(*first.tolist())), rtol=1e-12, atol=1e-14)
 
 

@@ -268,10 +268,13 @@ def test_clipped_shares_of_tokens_and_of_sequences():
     assert "clipped_low" not in token_statistics(PRESETS["sapo"], tokens).sums
 
 
-@pytest.mark.parametrize("correction", ["none", "token_ratio"])
-def test_the_kl_with_its_importance_weight(correction):
-    objective, batch = with_beta("default").replace(kl={"beta": 0.3, "correction": correction}), random_batch(1)
-    weights, weight = weights_of(objective, batch), (batch.logps - batch.old).exp()
+@pytest.mark.parametrize(
+    ("correction", "anchor"), [("none", "old"), ("token_ratio", "old"), ("token_ratio", "sampler")]
+)
+def test_the_kl_with_its_importance_weight(correction, anchor):
+    kl, batch = {"beta": 0.3, "correction": correction, "anchor": anchor}, random_batch(1)
+    objective = with_beta("default").replace(kl=kl)
+    weights, weight = weights_of(objective, batch), (batch.logps - getattr(batch, anchor)).exp()
     weighted = k3(batch.logps, batch.ref) * (1 if correction == "none" else weight)
     sums = token_statistics(objective, update_tokens(objective, batch)).sums
     assert sums["k3_weighted"] == pytest.approx(weighted.sum().item(), rel=1e-12)

@@ -84,9 +84,10 @@ def reward(completions, **_):
     return [float(len(text)) for text in completions]
 
 
-def trainer(model, tokenizer, folder):
+def trainer(model, tokenizer, folder, reward=reward, **objective):
     config = GRPOConfig(
         model={"router_aux_loss_coef": 0.01},
+        objective=objective,
         rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
         run={"output_dir": str(folder), "max_steps": 1},
         report={"progress": False},
@@ -99,6 +100,19 @@ def test_a_run_with_the_loss(tmp_path, demo_tokenizer):
     assert run.train()["updates"] == 1
     assert run.last_metrics["router_loss"] == run.last_updates[0]["router_loss"]
     assert run.last_metrics["router_loss"] == pytest.approx(2.0, rel=0.3)  # k, if all experts are used alike
+
+
+@pytest.mark.parametrize("iterations", [1, 2])  # two need the log-probs before the first update
+def test_groups_of_equal_rewards_balance_the_experts_too(tmp_path, demo_tokenizer, iterations):
+    def equal(completions, **_):
+        return [1.0] * len(completions)
+
+    run = trainer(mixture(len(demo_tokenizer)), demo_tokenizer, tmp_path / "run", equal, num_iterations=iterations)
+    assert run.train()["updates"] == iterations
+    metrics = run.last_metrics
+    assert (metrics["groups/dead_share"], metrics["updates_nonfinite"]) == (1, 0)
+    assert metrics["grad_norm"] > 0
+    assert all(update["router_loss"] == pytest.approx(2.0, rel=0.3) for update in run.last_updates)
 
 
 def test_models_without_experts(tmp_path, demo_tokenizer):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,22 +44,27 @@ def requests(sampling, samples=3, continues=True):
     return [Request(p, n, sampling, KEY, i, continues) for i, p in enumerate(PROMPTS) for n in range(samples)]
 
 
-def play(engine, sampling, replies, rewrite=False):
-    """After turn n of each trajectory comes ``replies[n]``, if there is room. Returns the turns of each trajectory."""
+def play(engine, sampling, replies, rewrite=False, watch=None):
+    """After turn n of each trajectory comes ``replies[n]``, if there is room; "mixed": in place of every second one's
+    history. Returns the turns of each trajectory."""
     turns = {number: [] for number in engine.submit(requests(sampling))}
     going = True
     while going:
         going = False
-        for turn in engine.stream():
+        for turn in engine.stream(watch):
             mine = turns[turn.trajectory]
             mine.append(turn)
             if len(mine) <= len(replies) and (rewrite or turn.room > len(replies[len(mine) - 1])):
-                engine.extend(turn.trajectory, replies[len(mine) - 1], rewrite=rewrite)
+                engine.extend(turn.trajectory, replies[len(mine) - 1], rewrite=rewrites(rewrite, turn.request))
                 going = True
             else:
                 engine.release(turn.trajectory)
     assert engine.unfinished == 0
     return list(turns.values())
+
+
+def rewrites(rewrite, request):
+    return rewrite is True or (rewrite == "mixed" and request.sample % 2 == 0)
 
 
 def last(turn):
@@ -91,9 +97,17 @@ def with_histories_as_prompts(engine, turns, histories, positions, sampling):
 
 # Where rows are kept, where they are read again, and each way of computing; rewriting differs only in what is kept.
 CASES = [(backend, False) for backend in BACKENDS] + [("lean", True), ("native", True), ("static", True)]
+CASES += [("lean", "mixed"), ("native", "mixed")]
 
 
-TELLING = [("native", False), ("windows", False), ("refill", False), ("static", False), ("lean", True)]
+TELLING = [
+    ("native", False),
+    ("windows", False),
+    ("refill", False),
+    ("static", False),
+    ("lean", True),
+    ("native", "mixed"),
+]
 
 
 @pytest.mark.parametrize(("backend", "rewrite"), telling(CASES, *TELLING))
@@ -115,9 +129,42 @@ def test_a_continued_trajectory_equals_one_whose_history_is_prefilled(backend, r
                 assert mine == wanted
             if mine == wanted:
                 assert my_logps == pytest.approx(logps, abs=bound)
-            histories[n] = given if rewrite else [*histories[n], *mine, *given]
+            histories[n] = given if rewrites(rewrite, turn.request) else [*histories[n], *mine, *given]
             positions[n] += len(mine) + len(given)
     assert all(len(turns) == 4 for turns in played)
+
+
+@pytest.mark.parametrize("rewrite", [False, True])
+@pytest.mark.parametrize("backend", ["native", "static"])
+def test_events_have_the_positions_of_drawn_tokens_in_the_whole_trajectory(backend, rewrite):
+    events = []
+    sampling, watch = Sampling(30, max_turn_length=4), Watch(on_token=events.append)
+    for turns in play(engine_of(backend, max_batch_size=5), sampling, [GIVEN, GIVEN[:2]], rewrite, watch):
+        request, completion = turns[-1].request, turns[-1].completion
+        mine = [one for one in events if (one.prompt_index, one.sample) == (request.prompt_index, request.sample)]
+        drawn = np.concatenate([segment.is_drawn for segment in completion.segments])
+        assert [event.position for event in mine] == np.flatnonzero(drawn).tolist()
+        assert [event.token_id for event in mine] == completion.token_ids.tolist()
+        assert [event.finish_reason for event in mine if event.finish_reason] == [
+            turn.completion.finish_reason for turn in turns
+        ]
+
+
+@pytest.mark.parametrize("waiting", range(3))
+@pytest.mark.parametrize("backend", ["lean", "native"])
+def test_a_parked_trajectory_follows_its_prompt_when_those_of_others_are_gone(backend, waiting):
+    def turns(others):
+        engine = engine_of(backend)
+        alone = [Request(PROMPTS[p], 0, Sampling(9), KEY, p) for p in others]
+        waits = Request(PROMPTS[waiting], 0, Sampling(24, max_turn_length=3), KEY, waiting, continues=True)
+        *_, number = engine.submit([*alone, waits])
+        found = [turn for turn in engine.stream() if turn.trajectory == number]
+        engine.extend(number, GIVEN)
+        return [last(turn) for turn in [*found, *engine.stream()]]
+
+    for mine, theirs in zip(turns({0, 1, 2} - {waiting}), turns([]), strict=True):
+        assert mine[0] == theirs[0]
+        assert mine[1] == pytest.approx(theirs[1], abs=2e-5 if backend == "native" else 1e-9)
 
 
 @pytest.mark.parametrize("backend", telling(["lean", "native", "refill"], "native", "refill"))

@@ -194,6 +194,31 @@ def test_parked_rows_count_and_others_decode_on():
     assert not runner.prefixes
 
 
+@each("row_tokens", [96, 200, 400])
+def test_rows_that_grow_stay_within_their_tokens(monkeypatch, row_tokens):
+    """Parked rows count, and rows that go on again make room for themselves."""
+    monkeypatch.setattr("cohort.rollout.capacity.FIRST_TOKENS", 32)
+    capacity = Capacity(12, 5, 0, 90, row_tokens)
+    scheduler = Scheduler(Runner(capacity), capacity, frozenset((END,)))
+    submitted = trajectories(Sampling(90, max_turn_length=9), continues=True)
+    scheduler.submit(submitted)
+    for step in itertools.count():
+        ended = scheduler.advance()
+        held = len(scheduler.active) + sum(t.handle is not None for t in scheduler.parked.values())
+        longest = max((len(t.tokens) for t in scheduler.active), default=0)
+        assert held <= capacity.rows_of(longest) or len(scheduler.active) <= 1
+        if ended is None and not scheduler.parked:
+            break
+        for number, t in list(scheduler.parked.items()) if ended is None or step % 7 == 0 else ():
+            if t.room > 20:
+                t.extend([9] * 11, rewrite=False, vocab_size=VOCABULARY)
+                scheduler.resume(number)
+            else:
+                scheduler.release(number)
+    assert scheduler.unfinished == 0
+    assert max(len(t.tokens) for t in submitted) > 60
+
+
 def test_when_all_rows_are_parked_there_is_nothing_to_decode():
     scheduler, _ = scheduler_of(rows=2)
     submitted = trajectories(Sampling(8, max_turn_length=2), 2, PROMPTS[:2], continues=True)
@@ -246,6 +271,18 @@ def test_cancelled_trajectories_are_all_that_had_not_ended():
     assert len(events) == sum(len(t.tokens) for t in submitted)
 
 
+def test_cancelled_trajectories_that_were_extended_leave_no_row():
+    scheduler, runner = scheduler_of()
+    submitted = trajectories(Sampling(6, max_turn_length=2), 2, PROMPTS[:1], continues=True)
+    scheduler.submit(submitted)
+    while scheduler.advance() is not None:
+        pass
+    submitted[0].extend([5], rewrite=False, vocab_size=VOCABULARY)
+    scheduler.resume(0)
+    assert scheduler.cancel() == [submitted[0]]
+    assert list(runner.parked) == [submitted[1].handle]
+
+
 def test_forced_tokens_are_given():
     for kind in ("keeps rows", "reads again"):
         scheduler, _ = scheduler_of(**KINDS[kind])
@@ -257,6 +294,7 @@ def test_forced_tokens_are_given():
         assert trajectory.tokens == [END, 9, *alone(trajectories(Sampling(4), 1, [prompt])[0])[0]]
         assert [event.position for event in events] == [2, 3, 4, 5]
         assert len(trajectory.logps) == 4
+        assert scheduler.tokens_read_again == 0  # the prompt is read once
 
 
 @each(

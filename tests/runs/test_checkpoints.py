@@ -3,6 +3,7 @@
 import math
 import resource
 import time
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from cohort.runs.models import check_saved, save_model
 from cohort.train import Optimizer, loop
 from tests.conftest import tiny_llama
 from tests.rollout.test_families import ATTENTION
-from tests.train.harness import ROWS, make_trainer
+from tests.train.harness import ROWS, checkpoints_of, digits_reward, make_trainer, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 
@@ -153,10 +154,49 @@ def test_when_a_checkpoint_is_due(tmp_path, monkeypatch):
     assert folder.checkpoint_due(1)
 
 
+def test_a_checkpoint_by_the_clock_is_written_once(demo_tokenizer, tmp_path, monkeypatch):
+    real, passed = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + passed[0])
+
+    def rewards(completions, trainer_state, **_):
+        passed[0] += 600 * (trainer_state.max_steps and trainer_state.global_step == 1)
+        return digits_reward(completions)
+
+    settings = {"save_steps": 0, "save_minutes": 5, "max_steps": 5, "stop_when_unsaved_minutes": 1000}
+    make_trainer(demo_tokenizer, tmp_path / "run", rewards=rewards, **settings).train()
+    assert checkpoints_of(tmp_path / "run") == ["step-2", "step-5"]
+
+
+def test_a_checkpoint_that_is_written_beside_the_next_step_has_the_weights_of_its_own(
+    demo_tokenizer, tmp_path, monkeypatch
+):
+    trainer, going = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, save_steps=1), Event()
+    replaced, update = saving.replaced, trainer.optimizer.step
+
+    def late(target):
+        assert target.name != "step-1" or going.wait(30)
+        return replaced(target)
+
+    def step(*arguments):
+        norm = update(*arguments)
+        if trainer.policy.version == 1:
+            going.set()
+        return norm
+
+    monkeypatch.setattr(saving, "replaced", late)
+    trainer.optimizer.step = step
+    steps = trainer.steps()
+    next(steps)
+    before = parameters(trainer)
+    list(steps)
+    found = load_file(tmp_path / "run" / "checkpoints" / "step-1" / "model.safetensors")
+    assert all(torch.equal(found[name], weight) for name, weight in before.items())
+
+
 def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(demo_tokenizer, tmp_path, monkeypatch, caplog):
     """And if the disk fails then, after the next step."""
     monkeypatch.setattr(saving, "free_bytes", lambda _: 1000)
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, save_steps=1)
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, save_steps=2)
     real, steps = saving.replaced, []
 
     def fails_once(target):
@@ -167,8 +207,8 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(demo_tokenize
 
     monkeypatch.setattr(saving, "replaced", fails_once)
     for metrics in trainer.steps():
-        assert trainer.folder.checkpoint_steps() == list(range(2, metrics["step"] + 1))
-    assert steps == ["step-1", "step-2", "step-3"]
+        assert trainer.folder.checkpoint_steps() == list(range(3, metrics["step"] + 1))
+    assert steps == ["step-2", "step-3", "step-4"]
     first, second = caplog.messages
-    assert first.startswith("not written yet: checkpoint of step 1: No space left on device. Training goes on")
+    assert first.startswith("not written yet: checkpoint of step 2: No space left on device. Training goes on")
     assert second.startswith("everything is written again")

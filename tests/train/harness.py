@@ -85,10 +85,10 @@ def checkpoints_of(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def break_after(trainer, step):
+def break_after(trainer, step, *, resume=False):
     """Train until the metrics of a step are yielded, as a run that is killed there."""
     with mock.patch("cohort.trainer.saved_when_left", lambda parts, folder, steps: steps):
-        for metrics in trainer.steps():
+        for metrics in trainer.steps(resume=resume):
             if metrics["step"] == step:
                 return
 

@@ -58,11 +58,14 @@ def test_a_step_trains_on_what_the_weights_of_so_many_steps_ago_draw(demo_tokeni
     settings = {"lag": lag, "max_steps": 4, "num_iterations": 2, "minibatches": 2}
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", rewards=[slow_digits, digits_reward], **settings)
     weights, lags = [copy.deepcopy(trainer.policy.model.state_dict())], []
+    requested, submit = [], trainer.engine.submit
+    trainer.engine.submit = lambda requests: requested.extend(requests) or submit(requests)
     for metrics in trainer.steps():
         weights.append(copy.deepcopy(trainer.policy.model.state_dict()))
         lags.append(metrics["rollout/lag"])
         assert metrics["sampler/version_lag_mean"] == 4 * metrics["rollout/lag"]  # updates per step
     assert lags == [0, 1, lag, lag]
+    assert len(requested) == 4 * 16  # nothing for steps after the last
     for step in range(4):
         model = tiny_llama(vocab_size=len(demo_tokenizer))
         model.load_state_dict(weights[max(0, step - lag)])
@@ -126,6 +129,21 @@ def test_only_adapters_are_copied(demo_tokenizer, tmp_path):
     trainer.train()
     assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, 1]
     assert "from a copy of the weights (0.0 MiB)" in trainer.describe()
+
+
+def test_functions_are_called_in_the_order_of_the_rollouts(demo_tokenizer, tmp_path):
+    """One rollout at a time, though the next one is drawn before the functions of this one return."""
+    calls = []
+
+    def slow(completions, trainer_state, **_):
+        if trainer_state.max_steps:  # not in the trial before the run
+            calls.append(("begins", trainer_state.global_step))
+            time.sleep(0.1)
+            calls.append(("ends", trainer_state.global_step))
+        return digits_reward(completions)
+
+    make_trainer(demo_tokenizer, tmp_path / "run", lag=2, max_steps=3, rewards=slow).train()
+    assert calls == [(what, step) for step in range(3) for what in ("begins", "ends")]
 
 
 # Prompts --------------------------------------------------------------------------------------------------------------
@@ -406,6 +424,25 @@ def test_evaluations_are_of_the_present_weights(demo_tokenizer, tmp_path):
     straight = make_trainer(demo_tokenizer, tmp_path / "plain", lag=2, max_steps=4, **settings)
     straight.train()
     assert same_parameters(trainer, straight)  # evaluations do not affect the training
+
+
+def test_an_evaluation_changes_no_draw_of_what_is_pending(demo_tokenizer, tmp_path):
+    """A rollout that begins to be drawn late has the weights of when it was begun."""
+
+    def trained(**settings):
+        trainer = make_trainer(demo_tokenizer, tmp_path / f"run-{len(settings)}", lag=1, max_steps=3, **settings)
+        generate = trainer.engine.generate
+
+        def late(*arguments):
+            if threading.current_thread().name.startswith("rollout-"):
+                time.sleep(0.2)
+            return generate(*arguments)
+
+        trainer.engine.generate = late
+        trainer.train()
+        return trainer
+
+    assert same_parameters(trained(), trained(eval_rows=ROWS[:2], eval_steps=1))
 
 
 def test_early_stopping_ends_what_is_pending(demo_tokenizer, tmp_path):

@@ -18,6 +18,7 @@ from tests.conftest import tiny_llama
 from tests.rollout.test_families import ATTENTION
 from tests.train.harness import (
     ROWS,
+    break_after,
     checkpoints_of,
     digits_reward,
     make_trainer,
@@ -123,11 +124,15 @@ def test_no_pass_is_made_for_the_gap(demo_tokenizer, tmp_path, monkeypatch):
     assert not passes
 
 
-def test_a_resumed_run_compares_again(demo_tokenizer, tmp_path, monkeypatch):
-    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, save_steps=1).train()
-    shift_sampler_logps(monkeypatch, lambda: 0.02)
+def test_a_sampler_that_disagrees_stops_a_resumed_run_too(run, finished, monkeypatch):
+    folder, again = finished
+    lines = untimed_metrics_of(folder)
+    shift_sampler_logps(monkeypatch, lambda: 0.2)
+    trainer = again(max_steps=3)
     with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
-        make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, save_steps=1).train(resume=True)
+        trainer.train(resume=True)
+    assert same_parameters(run[0], trainer)
+    assert untimed_metrics_of(folder) == lines
 
 
 # The reference --------------------------------------------------------------------------------------------------------
@@ -226,11 +231,13 @@ def test_the_run_learns(demo_tokenizer, tmp_path):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 
 
-def test_a_step_without_any_signal_is_skipped(demo_tokenizer, tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"top_entropy": 0.5}], ids=["no pass", "passes, and a gradient of 0"])
+def test_a_step_without_any_signal_is_skipped(demo_tokenizer, tmp_path, settings):
     def second_step_dead(completions, trainer_state, **_):
         return [0.0] * len(completions) if trainer_state.global_step == 1 else digits_reward(completions)
 
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, rewards=second_step_dead, weight_decay=0.1)
+    settings |= {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4, "weight_decay": 0.1}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, rewards=second_step_dead, **settings)
     steps = trainer.steps()
     first = next(steps)
     before = weights_of(trainer.policy)
@@ -238,8 +245,10 @@ def test_a_step_without_any_signal_is_skipped(demo_tokenizer, tmp_path):
     assert (first["updates_skipped"], second["updates_skipped"], second["grad_norm"]) == (0, 1, 0)
     assert equal(weights_of(trainer.policy), before)
     assert trainer.policy.version == 1
-    next(steps)
+    third = next(steps)
     assert trainer.policy.version == 2
+    rates = [line["learning_rate"] for line in (first, second, third)]
+    assert rates == pytest.approx([0.25e-2, 0.5e-2, 0.5e-2])  # a skipped update does not warm up
 
 
 def test_the_seed_determines_the_run(demo_tokenizer, tmp_path):
@@ -367,6 +376,13 @@ def test_a_finished_run_can_be_made_longer(finished):
     assert again(max_steps=3, save_total_limit=2).train(resume=True)["updates"] == 3
     assert [line["step"] for line in metrics_of(folder)] == [0, 1, 2, 3]
     assert checkpoints_of(folder) == ["step-2", "step-3"]
+
+
+def test_a_run_that_is_killed_while_it_is_made_longer_goes_on(finished):
+    folder, again = finished
+    break_after(again(max_steps=4), 3, resume=True)
+    assert again(max_steps=4).train(resume="auto")["steps"] == 4
+    assert [line["step"] for line in metrics_of(folder)] == [0, 1, 2, 3, 4]
 
 
 def other_reward(completions, **_):

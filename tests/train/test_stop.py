@@ -15,7 +15,16 @@ from cohort.errors import RewardError, Stopped
 from cohort.runs.rollouts import load_rollout
 from cohort.train.requests import Requests
 from tests.conftest import tiny_llama
-from tests.train.harness import ROWS, digits_reward, make_trainer, metrics_of, same_parameters, untimed_metrics_of
+from tests.train.harness import (
+    ROWS,
+    break_after,
+    digits_reward,
+    make_trainer,
+    metrics_of,
+    rows_of,
+    same_parameters,
+    untimed_metrics_of,
+)
 
 UPDATES = {"num_iterations": 2, "minibatches": 2, "max_steps": 2, "beta": 0.05}
 
@@ -154,6 +163,28 @@ def test_between_two_updates(demo_tokenizer, tmp_path):
     assert_same(straight, resumed)
 
 
+def test_the_kl_may_be_turned_off_between_two_updates(demo_tokenizer, tmp_path):
+    def make(beta):
+        return make_trainer(demo_tokenizer, tmp_path / "run", **UPDATES | {"beta": beta, "max_steps": 1})
+
+    stopped = make(0.05)
+    real, updates = stopped.optimizer.step, []
+
+    def step(*arguments):
+        updates.append(len(updates))
+        if len(updates) == 2:
+            stopped.stop()
+        return real(*arguments)
+
+    stopped.optimizer.step = step
+    with pytest.raises(Stopped, match="after 2 of its updates"):
+        stopped.train()
+    resumed = make(0.0)
+    resumed.train(resume=True, allow_changed=["objective.beta"])
+    assert resumed.summary["updates"] == 4
+    assert ["kl/k3" in update for update in resumed.last_updates] == [True, True, False, False]
+
+
 def exact_model(tokenizer):
     """A model whose completions have the same bits whatever is decoded beside them: heads of 16."""
     return tiny_llama(vocab_size=len(tokenizer), hidden_size=64)
@@ -221,6 +252,29 @@ def test_calls_that_have_ended_are_not_made_again(demo_tokenizer, tmp_path):
     straight = make(tmp_path / "straight")
     straight.train()
     assert_same(straight, resumed)
+
+
+def test_what_was_scored_before_a_stop_is_kept_beside_the_checkpoint_of_the_step_before(demo_tokenizer, tmp_path):
+    stops, calls = [], []
+
+    def reward(completions, trainer_state, **_):
+        if trainer_state.global_step == 1:
+            calls.append(len(completions))
+            if stops:
+                stops.pop().stop()
+        return digits_reward(completions)
+
+    def make():
+        return make_trainer(demo_tokenizer, tmp_path / "run", rewards=reward, max_steps=2, save_steps=1)
+
+    stops.append(make())
+    with pytest.raises(Stopped, match="in step 2, before its updates"):
+        stops[0].train()
+    resumed, drawn = make(), []
+    resumed.engine.submit = drawn.extend
+    resumed.train(resume=True)
+    assert drawn == []
+    assert calls == [16]
 
 
 def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_path, monkeypatch):
@@ -338,6 +392,23 @@ def test_a_stop_cancels_what_is_sampled_beside_the_training(
     assert_same(lagging_straight[lag], resumed)
 
 
+def test_a_stop_before_an_evaluation_keeps_the_weights_that_draw_beside_it(demo_tokenizer, tmp_path):
+    """The evaluation gives the engine the weights of now, though it is cancelled too. Of the rollout, hardly anything
+    is drawn."""
+
+    def make(folder):
+        return lagging(demo_tokenizer, folder, eval_rows=ROWS[:2], eval_steps=1)
+
+    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "run")
+    straight.train()
+    stops_in_sampling(stopped, 2, 1, 8)
+    with pytest.raises(Stopped, match="in the evaluation after step 2"):
+        stopped.train()
+    resumed = make(tmp_path / "run")
+    resumed.train(resume=True)
+    assert_same(straight, resumed)
+
+
 def test_a_stop_in_scoring_beside_the_training_keeps_the_calls(demo_tokenizer, tmp_path):
     """One call of sixteen does not end; the others and what was drawn are kept, without the weights that drew it."""
     hangs, called = [True], []
@@ -363,6 +434,44 @@ def test_a_stop_in_scoring_beside_the_training_keeps_the_calls(demo_tokenizer, t
     assert len(called) == 17
     straight = lagging(demo_tokenizer, tmp_path / "straight", judge)
     straight.train()
+    assert_same(straight, resumed)
+
+
+def test_a_round_after_a_stop_has_the_weights_of_the_one_before_it(demo_tokenizer, tmp_path):
+    """The round was drawn, and its scores were awaited. They ask for another round, which the stopped run has not begun."""
+    stops, called, trained = [], [], threading.Event()
+
+    async def judge(completion, trainer_state, **_):
+        if trainer_state.global_step == 2:
+            called.append(completion)
+            if stops and len(called) == 1:
+                while len(called) < 16 or not trained.is_set():
+                    await asyncio.sleep(0.01)
+                stops.pop().stop()
+                await asyncio.sleep(3600)
+        return float(len(completion) % 5 == 0)
+
+    def make(folder):
+        rule = {"rule": "dynamic_sampling", "max_rounds": 3}
+        return lagging(demo_tokenizer, folder, judge, group_filter=rule)
+
+    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "run")
+    straight.train()
+    assert metrics_of(tmp_path / "straight")[2]["groups/rounds"] > 1
+    called.clear()
+    real = stopped.optimizer.step
+
+    def step(*arguments):
+        if stopped.policy.version >= 4:
+            trained.set()
+        return real(*arguments)
+
+    stopped.optimizer.step = step
+    stops.append(stopped)
+    with pytest.raises(Stopped):
+        stopped.train()
+    resumed = make(tmp_path / "run")
+    resumed.train(resume=True)
     assert_same(straight, resumed)
 
 
@@ -458,6 +567,95 @@ def test_a_checkpoint_without_stopping(demo_tokenizer, tmp_path):
     resumed.train(resume=True)
     assert resumed.summary["updates"] == 8
     assert_same(straight, resumed)
+
+
+def test_a_kill_after_an_evaluation_that_goes_on_writes_no_line_twice(demo_tokenizer, tmp_path):
+    """Stopped in the evaluation after a step, resumed, and killed after the line of the step is written."""
+    stops = []
+
+    async def judge(completion, prompt, trainer_state, **_):
+        if stops and trainer_state.global_step == 1 and prompt == ROWS[0]["prompt"]:
+            stops.pop().stop()
+            await asyncio.sleep(3600)
+        return len(completion) / 10
+
+    def make(folder):
+        settings = {"rows": ROWS[2:], "eval_rows": ROWS[:2], "eval_steps": 1, "save_steps": 0, "max_steps": 2}
+        return make_trainer(demo_tokenizer, folder, rewards=judge, **settings)
+
+    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "run")
+    straight.train()
+    stops.append(stopped)
+    with pytest.raises(Stopped, match="in the evaluation after step 1"):
+        stopped.train()
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0]
+    break_after(make(tmp_path / "run"), 1, resume=True)
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, 1]
+    resumed = make(tmp_path / "run")
+    resumed.train(resume=True)
+    assert_same(straight, resumed)
+
+
+def test_what_was_stopped_in_its_last_evaluation_is_evaluated_once_and_made_longer(demo_tokenizer, tmp_path):
+    stops, evaluated = [], []
+
+    async def judge(completion, prompt, trainer_state, **_):
+        if trainer_state.max_steps and prompt == ROWS[0]["prompt"]:
+            if stops and trainer_state.global_step == 1:
+                stops.pop().stop()
+                await asyncio.sleep(3600)
+            evaluated.append(trainer_state.global_step)
+        return len(completion) / 10
+
+    def make(steps):
+        settings = {"rows": ROWS[2:], "eval_rows": ROWS[:1], "eval_steps": 1, "save_steps": 0, "max_steps": steps}
+        return make_trainer(demo_tokenizer, tmp_path / "run", rewards=judge, **settings)
+
+    stops.append(make(1))
+    with pytest.raises(Stopped, match="in the evaluation after step 1"):
+        stops[0].train()
+    make(1).train(resume=True)
+    make(2).train(resume=True)
+    assert evaluated == [0, 1, 2]
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, 1, 2]
+
+
+def the_function_before(stops):
+    async def judge(completion, trainer_state, **_):
+        if stops and trainer_state.max_steps:  # not in the trial before the run
+            stopped = stops.pop()
+            await asyncio.sleep(0.1)  # the other calls have ended
+            stopped.stop()
+            await asyncio.sleep(3600)
+        return len(completion)
+
+    return judge
+
+
+def the_function_of_now():
+    async def judge(completion, **_):
+        return -len(completion)
+
+    return judge
+
+
+def test_scores_of_a_function_that_has_changed_are_not_kept(demo_tokenizer, tmp_path):
+    """The completions are kept, and the function of now scores all of them."""
+
+    def make(reward):
+        return make_trainer(demo_tokenizer, tmp_path / "run", rewards=reward, max_steps=1)
+
+    stops = []
+    stops.append(make(the_function_before(stops)))
+    with pytest.raises(Stopped, match="while it was sampled or scored"):
+        stops[0].train()
+    kept = load_rollout(tmp_path / "run" / "checkpoints" / "step-0" / "state" / "rollout-0")
+    assert len(kept.facts["calls"]) == 15
+    resumed, drawn = make(the_function_of_now()), []
+    resumed.engine.submit = drawn.extend
+    resumed.train(resume=True, allow_changed=["code"])
+    assert drawn == []
+    assert all(row["reward"] == -len(row["completion"]) for row in rows_of(tmp_path / "run"))
 
 
 def test_a_failing_reward_loses_no_completion(demo_tokenizer, tmp_path):

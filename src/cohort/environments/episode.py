@@ -353,6 +353,8 @@ class EpisodeBatch:
 
     def _extend(self, episode: RunningEpisode, turn: EndedTurn, messages: Sequence[Message]) -> bool:
         """Give the trajectory the tokens of an answer; False if they leave no room for a drawn one."""
+        if not turn.room:  # the engine has let it go, even where a rewrite would be shorter
+            return False
         form, prompt = self._sampler.format, _prompt_of(episode)
         last = turn.completion.segments[-1].token_ids
         token_ids = form.bridge.after(messages, last_token=int(last[-1]), prompt=prompt)
