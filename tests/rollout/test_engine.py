@@ -429,6 +429,24 @@ def test_numbers_that_are_none_end_the_completions_they_are_in_and_no_other(way,
     assert 0 < errors < len(free)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # with kernels, and without
+def test_what_a_failed_row_leaves_in_memory_reaches_no_row_after_it(dtype):
+    policy, poisoned = (Policy(tiny_llama().to(dtype), Precision(dtype, dtype)) for _ in range(2))
+    poisoned.model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: output.masked_fill((args[0] == 20)[..., None], torch.nan)
+    )
+    texts = [prompt for prompt in PROMPTS if 20 not in prompt.token_ids]
+    one_by_one = (
+        engine_of(p, max_batch_size=1).generate(texts, 4, Sampling(16), RNGKey(0, 0)) for p in (policy, poisoned)
+    )
+    free, held = map(flat, one_by_one)
+    fails = [20 in drawn_ids(one)[:-1] for one in free]
+    assert [one.finish_reason is FinishReason.ERROR for one in held] == fails
+    assert True in fails[:-1]
+    for one, other, failed in zip(free, held, fails, strict=True):
+        assert failed or drawn_ids(one) == drawn_ids(other)
+
+
 def test_a_prompt_of_no_numbers_ends_its_group_and_no_other():
     policy = Policy(tiny_llama(), FLOAT32)
     engine = engine_of(policy)

@@ -17,7 +17,7 @@ from cohort.errors import DiskError, RunFolderError
 from cohort.parallel import World
 from cohort.policy import Policy, Precision
 from cohort.runs import saving
-from cohort.runs.checkpoints import Models, SavedState, load_checkpoint
+from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, load_weights
 from cohort.runs.folder import RunFolder
 from cohort.runs.generators import random_state
 from cohort.runs.models import check_saved, save_model
@@ -62,6 +62,13 @@ def test_a_missing_tensor_and_another_precision(demo_tokenizer, tmp_path):
     spoil(tmp_path, lambda tensors: tensors.update({name: value.bfloat16() for name, value in tensors.items()}))
     with pytest.raises(RunFolderError, match="differs"):
         check_saved(policy, tmp_path)
+
+
+def test_weights_of_another_dtype_are_not_converted(demo_tokenizer, tmp_path):
+    saved(tiny_llama(vocab_size=len(demo_tokenizer)), demo_tokenizer, tmp_path)
+    half = Policy(tiny_llama(vocab_size=len(demo_tokenizer)).bfloat16(), Precision(torch.bfloat16, torch.bfloat16))
+    with pytest.raises(RunFolderError, match=r"is torch.float32 \[.*; the model has torch.bfloat16"):
+        load_weights(half, tmp_path)
 
 
 def test_nan_weights_are_saved_unchanged(demo_tokenizer, tmp_path):
