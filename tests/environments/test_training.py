@@ -258,6 +258,23 @@ def test_a_run_that_is_stopped_while_it_plays(tmp_path):
     assert_stops_change_nothing(make, tmp_path, lambda total: (total // 3, total // 2, 3 * total // 4))
 
 
+class Board(Count):
+    """Shows what it draws."""
+
+    def reset(self, answer, **row):
+        return f"{super().reset(answer)} Board {random.randint(0, 999)}."
+
+
+def test_stops_change_nothing_where_each_completion_has_a_board_of_its_own(tmp_path):
+    """What a stopped rollout has drawn and what is drawn later may have another beginning in common."""
+
+    def make(folder):
+        settings = {"regex": "[0-9]", "hidden": 64, "max_steps": 1, "starts": "own"}
+        return trainer(folder, environment_factory=Board, **settings)
+
+    assert_stops_change_nothing(make, tmp_path, lambda total: (total // 2,))
+
+
 def test_evaluation_plays_episodes(tmp_path):
     run = trainer(tmp_path / "run", environment_factory=Count, regex="[0-9]", num_generations_eval=4, eval_rows=ROWS)
     found = run.evaluate()

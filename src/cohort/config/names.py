@@ -86,6 +86,7 @@ class SettingNames(TypedDict, total=False):
     environment: Mapping[str, Any] | Section
     tools: Sequence[str]
     factory: str | Mapping[str, Any]
+    starts: Literal["same", "any", "own"]
     max_turns: int
     max_turn_length: int | None
     max_observation_tokens: int | None

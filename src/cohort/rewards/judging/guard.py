@@ -7,7 +7,7 @@ which cannot be removed, refuses what goes around both.
 
 from __future__ import annotations
 
-import _string
+import _string  # type: ignore[import-not-found]
 import ast
 import operator
 import os
@@ -184,15 +184,11 @@ class _Guarded(ast.NodeTransformer):
         return ast.copy_location(_call(READ, node.value, ast.Constant(node.attr)), node)
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:
-        names = {part.func.id for part in ast.walk(node.right) if isinstance(part, ast.Call) and _is_name(part.func)}
+        calls = [part.func for part in ast.walk(node.right) if isinstance(part, ast.Call)]
         self.generic_visit(node)
-        if isinstance(node.op, ast.Mod) and names & VARIABLES:
+        if isinstance(node.op, ast.Mod) and any(isinstance(one, ast.Name) and one.id in VARIABLES for one in calls):
             return ast.copy_location(_call(FILL, node.left, node.right), node)
         return node
-
-
-def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name)
 
 
 def _call(name: str, *arguments: Any) -> ast.Call:
