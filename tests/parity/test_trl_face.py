@@ -83,7 +83,7 @@ PARTED = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_step
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 2.75, "entropy_coef_delta": 0.05}
 OPTIMIZER = {"max_grad_norm": 0.1, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "adam_beta2": 0.9}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
-EVALUATION_LACKS = {"eval_loss", "eval_entropy"} | {
+EVALUATION_LACKS = {"eval_entropy"} | {
     f"eval_clip_ratio/{part}" for part in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
 }
 
@@ -330,3 +330,17 @@ def test_differs_at_the_end_of_an_epoch(model, tmp_path):
     assert sorted(theirs.sampled.values()) == [3, 3, 3, 3]
     assert sorted(ours.sampled.values()) == [2, 2, 2, 2, 2, 2]
     assert theirs.logs[-1]["step"] == ours.logs[-1]["step"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo", "sapo", "vespo", "dr_grpo", "luspo"])
+def test_the_loss_of_an_evaluation(loss, model, tmp_path):
+    """In batches of one prompt."""
+    clip = {"epsilon_high": 5.0} if loss == "cispo" else {}
+    case = Case({**EVALUATION, "loss_type": loss, "per_device_eval_batch_size": 2, **clip}, evaluation=True)
+    theirs, ours = (
+        [entry["eval_loss"] for entry in run(side, case, model, tmp_path / side.__name__).logs if "eval_loss" in entry]
+        for side in (trl_run, face_run)
+    )
+    assert len(ours) == 3
+    assert ours == pytest.approx(theirs, rel=LOGS, abs=LOGS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback, TrainingArguments
 
-from cohort.errors import CohortError, ConfigError, DataError, RewardError
+from cohort.errors import CohortError, ConfigError, RewardError
 from cohort.trl import GRPOConfig, GRPOTrainer
 from cohort.trl.hub import create_repo
 from tests.conftest import DEMO_MODEL
@@ -88,7 +88,7 @@ def test_orders_that_trl_does_not_have(args, demo_tokenizer, given, words):
         ({"tools": zero}, ConfigError, "tools: expected a list of functions, got function"),
         ({"optimizers": ("a", None)}, ConfigError, "optimizers: expected .*of torch"),
         ({"environment_factory": 3}, ConfigError, "environment_factory: expected a class or function"),
-        ({"train_dataset": None}, DataError, "no training data: pass train_dataset$"),
+        ({"train_dataset": None}, ConfigError, "`train_dataset` is required"),
         ({"train_dataset": "data/train.jsonl"}, ConfigError, "train_dataset: expected rows, got the name 'data/train"),
         ({"eval_dataset": Path("test.jsonl")}, ConfigError, "eval_dataset: expected rows, got the name 'test.jsonl'"),
         ({"eval_dataset": {"aime": "aime"}}, ConfigError, r"eval_dataset\['aime'\]: expected rows, got the name"),

@@ -200,6 +200,16 @@ def test_a_complete_run_ends_at_once_or_goes_on(demo_tokenizer, tmp_path):
         gc.enable()
 
 
+def test_a_longer_run_goes_on_with_the_rates_of_the_longer_one(demo_tokenizer, tmp_path, capsys):
+    """As in TRL, and a line says so."""
+    make(demo_tokenizer, tmp_path / "run", max_steps=4).train()
+    longer = make(demo_tokenizer, tmp_path / "run", max_steps=8, logging_steps=1)
+    assert longer.train(resume_from_checkpoint=True).global_step == 8
+    rates = [entry["learning_rate"] for entry in longer.state.log_history if entry["step"] > 4 and "loss" in entry]
+    assert rates == pytest.approx([5e-3, 3.75e-3, 2.5e-3, 1.25e-3])
+    assert "(linear) goes on as that of a run with the new end" in capsys.readouterr().out
+
+
 def test_early_stopping_and_the_best_model(demo_tokenizer, tmp_path):
     """The best model is loaded at the end, whatever checkpoints are kept; one worse evaluation ends the run."""
     trainer = make(

@@ -165,7 +165,7 @@ def test_tool_calls_are_turns():
         ({"save_strategy": "best"}, "save_strategy 'best' needs metric_for_best_model"),
         (
             {"eval_strategy": "steps", "load_best_model_at_end": True, "eval_steps": 500},
-            "an evaluation computes no loss",
+            "ranks no models",
         ),
         ({"optim": "lion_8bit"}, "optim 'lion_8bit' is not supported here"),
         ({"generation_kwargs": {"top_pp": 0.5}}, "generation_kwargs has 'top_pp'"),

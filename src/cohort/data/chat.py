@@ -69,6 +69,12 @@ class ChatTemplate:
         self._checked = False
         self._known_variables = {with_tools: self._find_variables(with_tools) for with_tools in (False, True)}
 
+    @property
+    def variables(self) -> set[str] | None:
+        """The variables that the template reads, with tools or without; None if that is not known."""
+        without, with_tools = self._known_variables.values()
+        return None if without is None or with_tools is None else without | with_tools
+
     def render(self, conversation: Conversation, where: str) -> tuple[Conversation, str]:
         """The conversation as the template takes it, and the text of the prompt.
 

@@ -26,6 +26,7 @@ from cohort.evaluation import Evaluation
 from cohort.train import Companion
 from cohort.train.update_metrics import EACH_UPDATE
 from cohort.trl.checkpoints import note_best
+from cohort.trl.evaluation_loss import evaluation_loss
 from cohort.trl.logs import Window, evaluation_keys, numbers
 
 log = logging.getLogger("cohort.trl")
@@ -248,8 +249,9 @@ def tell_evaluation(trainer: Any, evaluations: Mapping[str, Evaluation], prefix:
         found = evaluation_keys(metrics, name, trainer.state.num_input_tokens_seen) | metrics
         found = {f"{prefix}{key.removeprefix('eval')}": value for key, value in numbers(found).items()}
         trainer._events.window.own |= {f"{prefix}{key.removeprefix('eval')}" for key in metrics}
-        batches = math.ceil(prompts / (args.eval_batch_size * args.world_size))
-        named = f"{prefix}_{name}" if name else prefix
+        batch = args.eval_batch_size * args.world_size
+        batches, named = math.ceil(prompts / batch), f"{prefix}_{name}" if name else prefix
+        found |= numbers({f"{named}_loss": evaluation_loss(one, trainer.core.args, batch)})
         found |= speed_metrics(named, time.time() - one.seconds, num_samples=prompts, num_steps=batches)
         trainer.log(found)
         trainer.control = trainer.callback_handler.on_evaluate(args, trainer.state, trainer.control, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Iterator
@@ -16,15 +17,35 @@ from transformers import TrainerCallback
 from cohort.callbacks import ScoredRollout
 from cohort.report.words import clean
 
+log = logging.getLogger("cohort.trl")
+
 
 class LastRollout:
-    """A callback of Cohort that keeps the last scored rollout."""
+    """A callback of Cohort that keeps the last scored rollout, and warns of completions without any reward."""
 
     rollout: ScoredRollout | None = None
 
     def on_rollout(self, _trainer: Any, rollout: ScoredRollout) -> None:
-        """Keep it."""
-        self.rollout = rollout
+        """Keep it, and warn as TRL does."""
+        self.rollout, scores = rollout, rollout.scores
+        missing = scores.by_function_SK.isnan().all(dim=1).nonzero().flatten().tolist()
+        completions = [(group.prompt, one) for group in rollout.groups for one in group.completions]
+        for place in missing:
+            prompt, completion = completions[place]
+            if completion.finish_reason.usable and place not in scores.errors:
+                shown = {**prompt.columns, "prompt": prompt.prompt, "completion": completion.text}
+                message = "All reward functions returned None for the following kwargs: %s. It is left out of its group"
+                log.warning(message, shown)
+                break  # one tells what is wrong
+
+    def columns(self) -> dict[str, Any]:
+        """TRL's ``trainer._logs`` of the rollout, to be read."""
+        rows = list(_rows(self.rollout)) if self.rollout else []
+        scores = self.rollout.scores if self.rollout else None
+        found: dict[str, Any] = {name: [row[name] for row in rows] for name in ("prompt", "completion")}
+        found["advantages"] = [row["advantage"] for row in rows]
+        rewards = zip(scores.names, scores.by_function_SK.T.tolist(), strict=True) if scores else ()
+        return {**found, "rewards": dict(rewards), "extra": dict(scores.extras) if scores else {}, "images": []}
 
 
 class CompletionTables(TrainerCallback):  # type: ignore[misc]  # transformers has no types

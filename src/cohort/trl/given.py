@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from cohort.calls import is_async
 from cohort.config import GRPOConfig
+from cohort.data.chat import ChatTemplate
+from cohort.environments.shapes import find_environments
 from cohort.errors import ConfigError
 from cohort.policy import (
     DeferredModel,
@@ -20,16 +23,20 @@ from cohort.policy import (
     file_of_hub,
     folder_of_revision,
     load_model,
+    load_tokenizer,
     resolve_device,
     resolve_precision,
 )
 from cohort.policy.files import is_adapter
 from cohort.policy.load import peft_library
+from cohort.rewards import environment_reward
 from cohort.rewards.contract import parameters_of
 from cohort.rewards.model import RewardModel, is_reward_model
+from cohort.train.inputs import model_name
 from cohort.trl import rewards as trl_rewards
 from cohort.trl.config import GRPOConfig as Arguments
 
+log = logging.getLogger("cohort.trl")
 HIDDEN = ("completion", "completion_ids")
 """Columns that TRL keeps from reward functions, which get the policy's completions under these names."""
 IMAGES = {"image", "images"}
@@ -136,14 +143,68 @@ def _loaded(name: str, config: GRPOConfig, quantization_config: Any) -> Any:
     )
 
 
+class EnvironmentReward:
+    """The environments' own reward as one more reward function, as in TRL.
+
+    Args:
+        name: the class of the environments, after which it is named.
+        rows: what the column ``environment`` has in their rows; None: all rows are theirs.
+    """
+
+    recorded_as = environment_reward
+
+    def __init__(self, name: str, rows: Collection[str] | None) -> None:
+        self.__name__, self._rows = name, rows
+
+    def __call__(
+        self,
+        completion: Any,  # noqa: ARG002 - makes this a function per sample
+        environment_reward: float | None = None,
+        environment: str | None = None,
+    ) -> float | None:
+        """The reward; None of environments of other classes."""
+        return environment_reward if self._rows is None or environment in self._rows else None
+
+
+def with_environment_rewards(given: Any, factory: Any, config: GRPOConfig) -> tuple[list[Any], GRPOConfig]:
+    """The reward functions as a list, with one more for each class of environments that give rewards; and the settings,
+    in which its weight is 1.
+
+    Args:
+        given: the argument ``reward_funcs``.
+        factory: the argument ``environment_factory``.
+        config: the settings, with the weights of the given functions.
+
+    Raises:
+        ConfigError: nothing gives rewards, or there are not as many weights as functions.
+    """
+    listed = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    weights = config.reward.weights
+    if weights is not None and len(weights) != len(listed):
+        raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(listed)} reward functions")
+    classes: dict[str, list[str]] = {}
+    for name, shape in find_environments(factory).items() if factory is not None else ():
+        if shape.gives_rewards and environment_reward not in listed:
+            classes.setdefault(shape.name, []).append(name)
+    listed += [EnvironmentReward(name, None if rows == [""] else rows) for name, rows in classes.items()]
+    if not listed:
+        raise ConfigError(
+            "No reward source provided: pass reward_funcs, or an environment_factory whose environments have get_reward"
+        )
+    if weights is None or not classes:
+        return listed, config
+    reward = config.reward.model_copy(update={"weights": (*weights, *(1.0 for _ in classes))})
+    return listed, config.model_copy(update={"reward": reward})
+
+
 def reward_functions(
-    given: Any, tokenizers: Any, config: GRPOConfig, trainer: Callable[[], Any]
-) -> list[Callable[..., Any]] | None:
+    listed: list[Any], tokenizers: Any, config: GRPOConfig, trainer: Callable[[], Any]
+) -> list[Callable[..., Any]]:
     """The reward functions. Names and models become reward models; a function with a parameter ``trainer_state``, or
     with ``**kwargs``, gets transformers' state.
 
     Args:
-        given: a function, a name or model of a reward model, or a list of them; None.
+        listed: functions, and names or models of reward models.
         tokenizers: of the reward models, in the order of the functions; None: those saved with the models.
         config: the settings, whose device is that of reward models.
         trainer: gives the trainer, whose state functions get.
@@ -152,9 +213,6 @@ def reward_functions(
         ConfigError: there are not as many tokenizers as functions, or one is of another type.
         RewardError: a reward model cannot be used.
     """
-    if given is None:
-        return None
-    listed = list(given) if isinstance(given, list | tuple) else [given]
     for one in listed:
         if not callable(one) and not isinstance(one, str | Path):
             raise ConfigError(
@@ -162,18 +220,22 @@ def reward_functions(
                 "pass arguments by name"
             )
     classes = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
+    given = [one for one in listed if not isinstance(one, EnvironmentReward)]
     if tokenizers is None:
-        classes *= len(listed)
-    if len(classes) != len(listed):
+        classes *= len(given)
+    if len(classes) != len(given):
         raise ConfigError(
-            f"reward_processing_classes has {len(classes)} entries for {len(listed)} reward functions: give one for "
-            "each, None for functions that are no models"
+            f"reward_processing_classes has {len(classes)} entries for {len(given)} reward functions, and the numbers "
+            "must match: give one for each, None for functions that are no models"
         )
+    classes += [None] * (len(listed) - len(given))
     device = config.model.device
     return [_reward(one, tokenizer, trainer, device) for one, tokenizer in zip(listed, classes, strict=True)]
 
 
 def _reward(function: Any, tokenizer: Any, trainer: Callable[[], Any], device: str) -> Callable[..., Any]:
+    if isinstance(function, EnvironmentReward):
+        return function
     is_model = isinstance(function, str | Path) or is_reward_model(function)  # any name is one's, as in TRL
     if isinstance(function, str) and function in vars(trl_rewards):
         raise ConfigError(
@@ -229,6 +291,40 @@ def rows(given: Any) -> Any:
     if isinstance(given, Sequence) and not isinstance(given, str):
         return [{key: value for key, value in row.items() if key not in HIDDEN} for row in given]
     return given
+
+
+def read_whole(given: Any) -> Any:
+    """Rows for evaluation, or named sets of them: a stream is read to its end, as in TRL."""
+    if isinstance(given, Mapping):
+        return {name: read_whole(one) for name, one in given.items()}
+    return given if given is None or hasattr(given, "__len__") else list(given)
+
+
+def without_unread_variables(config: GRPOConfig, model: Any, tokenizer: Any, data: Any) -> tuple[GRPOConfig, Any]:
+    """The settings without variables of ``chat_template_kwargs`` that nothing reads: the chat template does not, or the
+    prompts are text. A warning names them; TRL says nothing. With the tokenizer, loaded if it had to be.
+
+    Args:
+        config: the settings.
+        model: a folder, a hub id or a model, whose tokenizer has the template unless one is given.
+        tokenizer: the given one, or None.
+        data: the training rows, whose first one tells whether prompts are text.
+    """
+    given = config.data.chat_template_kwargs
+    if not given:
+        return config, tokenizer
+    tokenizer = tokenizer or load_tokenizer(model_name(model), trust_remote_code=config.model.trust_remote_code)
+    row = next(iter(data), None)
+    is_text = isinstance(row, Mapping) and isinstance(row.get("prompt"), str)
+    known = set() if is_text else ChatTemplate(tokenizer, None).variables
+    unread = [name for name in given if known is not None and name not in known]
+    if not unread:
+        return config, tokenizer
+    why = "prompts are text" if is_text else "the chat template does not read it"
+    log.warning("chat_template_kwargs: without effect: %s (%s)", ", ".join(unread), why)
+    kept = {name: value for name, value in given.items() if name not in unread}
+    data_settings = config.data.model_copy(update={"chat_template_kwargs": kept})
+    return config.model_copy(update={"data": data_settings}), tokenizer
 
 
 def count_prompts(given: Any) -> int | None:

@@ -37,7 +37,7 @@ class Window:
         self._generations, self._objective = config.rollout.num_generations, config.resolved_objective
         self._served = config.rollout.engine == "vllm" and bool(self._objective.mismatch)
         self._router, bonus = config.model.router_aux_loss_coef, self._objective.entropy
-        self._entropy_coef = bonus.coefficient if bonus else 0.0
+        self.entropy_coef = bonus.coefficient if bonus else 0.0
         self._entropy: float | None = None
         self.num_tokens = 0
         """Tokens of all rollouts, each completion with its prompt."""
@@ -78,8 +78,8 @@ class Window:
         bonus = self._objective.entropy
         self._entropy = update.get("entropy", self._entropy)
         if bonus is not None and self._entropy is not None:
-            self._entropy_coef = next_entropy_coefficient(bonus, self._entropy_coef, self._entropy)
-        return self._entropy_coef
+            self.entropy_coef = next_entropy_coefficient(bonus, self.entropy_coef, self._entropy)
+        return self.entropy_coef
 
     def without_own(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         """An entry of the log, of training or evaluation, without Cohort's own keys: with TRL's and the script's."""
@@ -233,7 +233,7 @@ def zero_std_share(metrics: Numbers, objective: Objective) -> float | None:
 
 _STATE = (
     *("num_tokens", "total_loss", "updates", "_step_time", "_of_rollouts", "_own", "_of_updates"),
-    *("_entropy_coef", "_entropy"),
+    *("entropy_coef", "_entropy"),
 )
 _LENGTHS = ("mean", "min", "max")
 

@@ -96,6 +96,19 @@ def _check_level(level: str, loss: str, settings: Settings) -> None:
             )
 
 
+def level_warning(args: Any) -> str:
+    """What TRL warns of in ``importance_sampling_level``; empty without."""
+    loss, level = args.loss_type, args.importance_sampling_level
+    if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        return (
+            f"importance_sampling_level 'sequence' with loss_type {loss!r}, which sums over tokens, weights each "
+            "sequence by its completion length: set loss_type='grpo' for GSPO's objective"
+        )
+    if loss == "luspo" and level != "sequence":
+        return "loss_type 'luspo' is meant for importance_sampling_level 'sequence', as in its paper"
+    return ""
+
+
 def _trust_region(args: Any, loss: str) -> Settings:
     if loss == "sapo":
         return {"rule": "sapo", **_numbers(args, "sapo_")}

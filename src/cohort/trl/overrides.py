@@ -22,7 +22,6 @@ PRIVATE = frozenset(
 """Methods of TRL's ``GRPOTrainer`` that transformers' ``Trainer`` does not have."""
 
 INSTEAD = {
-    "_logs": "log_extra, a parameter of reward functions, adds columns; completions are in rollouts/ of output_dir",
     "_metrics": "a reward function adds a metric by its parameter log_metric, other code by trainer.log({...})",
     "_step": "trainer.state.global_step counts updates",
     "chat_template": "it is trainer.processing_class.chat_template",
@@ -37,8 +36,6 @@ INSTEAD = {
     "llm": "set use_vllm of GRPOConfig",
     "model_wrapped": "the model is trainer.model",
     "predict": "trainer.evaluate(rows) samples and scores",
-    "ref_model": "set beta of GRPOConfig; the reference is trainer.core.reference",
-    "reward_func_names": "the functions are trainer.reward_funcs",
     "tokenizer": "it is trainer.processing_class",
     "vllm_client": "set use_vllm of GRPOConfig",
     "vllm_generation": "set use_vllm of GRPOConfig",

@@ -4,6 +4,7 @@ trains."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import weakref
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerControl, TrainerState, set_seed
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput, speed_metrics
@@ -35,16 +37,22 @@ from cohort.trl.given import (
     default_arguments,
     named_model,
     prepared_model,
+    read_whole,
     reward_functions,
     rows,
+    with_environment_rewards,
+    without_unread_variables,
 )
 from cohort.trl.hub import create_repo, upload, write_card
 from cohort.trl.inputs import checked_inputs
 from cohort.trl.logs import OF_TRANSFORMERS, Window
 from cohort.trl.notice import differences
+from cohort.trl.objective import level_warning
 from cohort.trl.overrides import absent_attribute, check_overrides
 from cohort.trl.processes import Processes
 from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate, trusts_code
+
+log = logging.getLogger("cohort.trl")
 
 
 class GRPOTrainer:
@@ -103,27 +111,29 @@ class GRPOTrainer:
         self.args = args = default_arguments(model) if args is None else args
         check_args(args)
         _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
+        batch = Batch.of(args, args.world_size)
+        train_dataset = _prompts(args, train_dataset, environment_factory, batch)
         set_seed(args.seed)
         model = named_model(model, args)
-        batch = Batch.of(args, args.world_size)
-        if train_dataset is None and environment_factory is not None:
-            train_dataset = batch.blank_rows(args, environment_factory)
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
         count = count_prompts(train_dataset)
         model_config = read_config(model, trust_remote_code=trusts_code(args))
         config = translate(args, world_size=args.world_size, num_prompts=count, model_config=model_config)
-        self.reward_funcs = reward_functions(reward_funcs, reward_processing_classes, config, weakref.ref(self))
-        self.state, self.control, shown = TrainerState(), TrainerControl(), LastRollout()
+        processing_class = getattr(processing_class, "tokenizer", processing_class)  # a processor has one
+        config, processing_class = without_unread_variables(config, model, processing_class, self.train_dataset)
+        listed, config = with_environment_rewards(reward_funcs, environment_factory, config)
+        self.reward_funcs = reward_functions(listed, reward_processing_classes, config, weakref.ref(self))
+        self.state, self.control, self._last = TrainerState(), TrainerControl(), LastRollout()
         self.core = cohort.trainer.GRPOTrainer(
             prepared_model(model, args, config, peft_config, quantization_config),
             self.reward_funcs,
             config,
             self.train_dataset,
-            None if args.eval_strategy == "no" and not args.eval_on_start else self.eval_dataset,
-            getattr(processing_class, "tokenizer", processing_class),  # a processor has one
+            None if args.eval_strategy == "no" and not args.eval_on_start else read_whole(self.eval_dataset),
+            processing_class,
             tools,
             environment_factory,
-            [shown] if args.log_completions else (),
+            [self._last],
             optimizers=optimizers,
         )
         """Cohort's trainer of this run."""
@@ -131,7 +141,7 @@ class GRPOTrainer:
         self.accelerator = Processes(self.core.world, self.core.policy.device)
         self.optimizer, self.lr_scheduler = self.core.optimizer.rules[0], self.core.optimizer.schedules[0]
         window, optimizer = Window(config), self.core.optimizer
-        callbacks = [*(callbacks or ()), CompletionTables(shown)]
+        callbacks = [*(callbacks or ()), *([CompletionTables(self._last)] if args.log_completions else ())]
         self.callback_handler = handler_of(args, callbacks, self.model, self.processing_class, optimizer, window)
         self.hub_model_id = on_main(self.core.world, lambda: create_repo(args)) if args.push_to_hub else None
         steps = batch.max_steps(args, count)
@@ -273,7 +283,7 @@ class GRPOTrainer:
             ignore_keys: without effect.
             metric_key_prefix: "eval" in the names of the metrics.
         """
-        given = self.eval_dataset if eval_dataset is None else rows(eval_dataset)
+        given = read_whole(self.eval_dataset if eval_dataset is None else rows(eval_dataset))
         if given is None:
             raise ConfigError("evaluate() needs rows: pass eval_dataset to it, or to GRPOTrainer")
         is_own = eval_dataset is None and self.core.evaluator is not None
@@ -330,6 +340,41 @@ class GRPOTrainer:
 
     log_metrics, save_metrics, save_state = log_metrics, save_metrics, save_state
 
+    @property
+    def ref_model(self) -> Any:
+        """The reference model; None without a KL, and with adapters, where it is the model without them."""
+        reference = self.core.reference
+        return None if reference is None or reference.model is self.model else reference.model
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """Names of the reward functions, of the environments' own too, as the log has them."""
+        return list(self.core.rewards.names)
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizer of each reward model; None for other functions."""
+        return [getattr(one, "tokenizer", None) for one in self.reward_funcs]
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """Weights of the reward functions."""
+        return torch.tensor(self.core.rewards.weights)
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether a load-balancing loss is part of the loss."""
+        return self.core.args.model.router_aux_loss_coef != 0
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus, after the last update."""
+        return self._events.window.entropy_coef
+
+    @property
+    def _logs(self) -> dict[str, Any]:
+        return self._last.columns()
+
     def add_callback(self, callback: Any) -> None:
         """Add a callback of transformers, an object or a class."""
         check_callback(callback, self.args)
@@ -363,8 +408,19 @@ class GRPOTrainer:
         return [group["lr"] for rule in self.core.optimizer.rules for group in rule.param_groups]
 
 
+def _prompts(args: Any, train_dataset: Any, environment_factory: Any, batch: Batch) -> Any:
+    """The training rows; blank ones where the environment gives the prompts."""
+    if train_dataset is not None:
+        return train_dataset
+    if environment_factory is None:
+        raise ConfigError("`train_dataset` is required unless an `environment_factory` gives the prompts: pass rows")
+    return batch.blank_rows(args, environment_factory)
+
+
 def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any, optimizers: Any) -> None:
-    """Check the arguments that need nothing else."""
+    """Check the arguments that need nothing else, and log what TRL warns of in them."""
+    if warning := level_warning(args):
+        log.warning(warning)
     if rollout_func is not None:
         raise ConfigError(
             "rollout_func is not supported here: the sampler is Cohort's own; use environment_factory for episodes"

@@ -304,7 +304,8 @@ def _best(args: Any) -> Settings:
     found = BEST.fullmatch(metric)
     if found is None:
         raise ConfigError(
-            f"metric_for_best_model {metric!r} is not supported here, where an evaluation computes no loss: set it to "
+            f"metric_for_best_model {metric!r} is not supported here (the loss of an evaluation, whose ratios "
+            "are 1, ranks no models): set it to "
             "'eval_reward', 'eval_rewards/NAME/mean' or 'eval_completions/mean_length' (of a named set, 'eval_SET_...')"
         )
     name = {"reward": "reward/mean", "completions/mean_length": "length/mean"}.get(found[2], found[2])
