@@ -245,7 +245,6 @@ def test_values_out_of_range(name):
         ),
         ({"regex": "a", "json_schema": "{}"}, "regex and rollout.json_schema exclude each other"),
         ({"json_schema": "{"}, "rollout.json_schema: expected a JSON schema, as JSON text"),
-        ({"warmup_steps": 3}, "constant_with_warmup"),
         ({"warmup_steps": 2.5}, "a share of the run's updates below 1, got 2.5"),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycle": 1}}, "did you mean num_cycles"),
         ({"lr_scheduler_kwargs": {"power": 1}}, "has no argument 'power'; it takes none"),

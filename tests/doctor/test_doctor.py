@@ -4,6 +4,7 @@ import fcntl
 import json
 import shutil
 
+import datasets
 import pytest
 import torch
 
@@ -291,3 +292,34 @@ def test_predictions_against_a_run(folder, tmp_path):
     small_trainer(folder, *changes).train()
     steps = [metrics["seconds/step"] for metrics in metrics_of(tmp_path / "run")]
     assert sorted(steps)[len(steps) // 2] / 3 < numbers["time"]["step"] < 3 * sorted(steps)[len(steps) // 2]
+
+
+def test_the_rest_is_checked_without_the_data(folder, capsys, monkeypatch):
+    """A hub that cannot be reached is asked once, and ``datasets`` looks into its cache alone."""
+
+    class ConnectError(Exception):
+        pass
+
+    ConnectError.__name__ = "TransportError"
+
+    def unreachable(*_, **__):
+        raise ConnectError("Name or service not known")
+
+    offline = []
+
+    def load(*_, **__):
+        offline.append(datasets.config.HF_HUB_OFFLINE)
+        raise ConnectionError("Couldn't reach 'owner/rows' on the Hub")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    code, found = findings_of(folder, capsys, "--data.train", "owner/rows", "--optim.learning_rate", "0")
+    statuses = [(one["check"], one["status"]) for one in found]
+    expected = [("data", "fail"), ("rewards", "pass"), ("model", "pass"), ("sampling", "pass"), ("optimizer", "fail")]
+    assert (code, statuses) == (1, expected)
+    assert "447,616 trained parameters" in found[2]["found"]
+    assert offline == [True]
+    assert datasets.config.HF_HUB_OFFLINE is False
+    _, found = findings_of(folder, capsys, "--data.train", "owner/rows", "--model.path", str(folder / "nothing"))
+    assert [(one["check"], one["status"]) for one in found] == [*expected[:2], ("model", "fail")]

@@ -10,8 +10,11 @@ from cohort.objective import PRESETS, TokenStatistics, k3
 from cohort.policy import Policy
 from cohort.rewards.scores import Scores
 from cohort.train import UpdateResult
-from cohort.train.metrics import policy_movement, reward_metrics
+from cohort.train.layout import lay_out
+from cohort.train.metrics import policy_movement, reward_metrics, step_metrics
+from cohort.train.rollout import Rollout
 from cohort.train.update_metrics import value_metrics
+from cohort.types import Completion, FinishReason, Group, Prompt
 from tests.conftest import each, tiny_llama
 from tests.train.test_layout import make_batch
 from tests.train.updates import DOUBLE, context_for, logps_of
@@ -99,3 +102,26 @@ def test_the_effective_number_of_tokens(sizes, expected):
     whole = defaultdict(float, policy_sizes=sum(sizes), policy_energy=sum(size**2 for size in sizes))
     found = value_metrics(TokenStatistics(whole, {}, {}), 1, PRESETS["default"])
     assert found["gradient/effective_tokens"] == pytest.approx(expected, rel=1e-15)
+
+
+def test_what_needs_no_pass_is_of_all_drawn_tokens():
+    """Of dead groups too, and of groups that are left out; not of completions that could not be drawn, and of no token
+    whose log-prob is unknown."""
+    drawn = {0: [-1.0, -2.0], 1: [-4.0], 2: [-0.5, torch.nan, -1.5], 3: [-3.0]}
+    reasons = [FinishReason.EOS, FinishReason.LENGTH, FinishReason.EOS, FinishReason.EOS]
+    completions = [
+        Completion.of_tokens([7] * len(logps), logps, reason, "", 0)
+        for logps, reason in zip(drawn.values(), reasons, strict=True)
+    ]
+    failed = Completion.of_tokens([7], [-100.0], FinishReason.ERROR, "", 0)
+    prompt = Prompt(0, 0, (1,), "", "", {})
+    groups = [Group(prompt, tuple(completions[:2])), Group(prompt, (*completions[2:], failed))]
+    rewards_S = torch.tensor([0.0, 1.0, 1.0, 1.0, torch.nan], dtype=torch.float64)
+    scores = Scores(rewards_S, rewards_S[:, None], ("r",))
+    for name in ("default", "dapo"):  # dapo leaves the second group out
+        objective = PRESETS[name]
+        rollout = Rollout.of(groups, scores, objective)
+        assert rollout.is_used_P == (True, name == "default")
+        found = step_metrics(rollout, lay_out(rollout.used_groups, torch.device("cpu")), [], objective, 0)
+        assert found["entropy/sampled"] == pytest.approx((1 + 2 + 4 + 0.5 + 1.5 + 3) / 6, rel=1e-15)
+        assert found["length/mean"] == 7 / 4

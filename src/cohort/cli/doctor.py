@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from cohort.cli.app import ANY_TEXT, app
-from cohort.errors import CohortError
+from cohort.errors import CohortError, DataError
 
 if TYPE_CHECKING:
     from cohort.doctor import Finding
@@ -69,7 +69,7 @@ def _of_gpu(arguments: Sequence[str], skip: Sequence[str], device: str) -> Itera
 def _findings(arguments: Sequence[str], skip: Sequence[str], *, quiet: bool) -> Iterator[Finding]:
     """What the checks find, or why the run would not start."""
     from cohort.config import file_and_overrides, load_config
-    from cohort.doctor import check_names, examine, refused
+    from cohort.doctor import check_names, examine, refused, without_data
 
     check_names(skip)
     try:
@@ -80,5 +80,7 @@ def _findings(arguments: Sequence[str], skip: Sequence[str], *, quiet: bool) -> 
         trainer = GRPOTrainer(args=settings)
     except CohortError as error:
         yield refused(error)
+        if isinstance(error, DataError):
+            yield from without_data(settings)
         return
     yield from examine(trainer, skip)

@@ -21,7 +21,7 @@ def generate(model: str, /, *prompt: Annotated[str, ANY_TEXT], flags: GenerateFl
     """Sample from a model: one prompt on the terminal, or a file of prompts.
 
     Args:
-        model: A folder, a hub id, or a run (its best/ model, else its newest checkpoint).
+        model: A folder, a hub id, a GGUF file, or a run (its best/ model, else its newest checkpoint).
         prompt: Prompts; '-' is all of stdin, which is also the default in a pipe.
     """
     from cohort.generate.request import Request
@@ -43,7 +43,7 @@ def evaluate(
     """Evaluate a model on data, with confidence intervals, or compare two models.
 
     Args:
-        model: A folder, a hub id, or a run (its best/ model, else its newest checkpoint).
+        model: A folder, a hub id, a GGUF file, or a run (its best/ model, else its newest checkpoint).
     """
     from cohort.evaluation import command
 

@@ -57,7 +57,7 @@ class GRPOConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> GRPOConfig:
-        objective, rollout, optim = self.objective, self.rollout, self.optim
+        objective, rollout = self.objective, self.rollout
         self._check_groups(self.resolved_objective)
         if objective.sync_ref_model and self.resolved_objective.beta == 0:
             raise ValueError("objective.sync_ref_model needs a reference policy: set objective.beta above 0")
@@ -83,8 +83,6 @@ class GRPOConfig(Section):
             )
         self._check_adapters()
         self._check_layout()
-        if optim.warmup_steps and optim.lr_scheduler_type == "constant":
-            raise ValueError("optim.warmup_steps needs a schedule: set optim.lr_scheduler_type 'constant_with_warmup'")
         if objective.sync_ref_model and objective.ref_model_sync_steps < objective.updates_per_rollout:
             raise ValueError(
                 f"objective.ref_model_sync_steps ({objective.ref_model_sync_steps}) must be at least the updates of "

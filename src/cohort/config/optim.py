@@ -66,7 +66,7 @@ class OptimConfig(Section):
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it. 0: none are."""
     lr_scheduler_type: LRSchedule = "constant"
-    """Schedule after the warm-up, by transformers' names."""
+    """Schedule after the warm-up, by transformers' names. "constant" with `warmup_steps` is "constant_with_warmup"."""
     lr_scheduler_kwargs: Table = Field({})
     """Further arguments of the schedule, by transformers' names, as in { min_lr_rate = 0.1 } of
     "cosine_with_min_lr"."""

@@ -10,9 +10,10 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -35,6 +36,9 @@ MAX_CSV_CELL = 2**31 - 1
 """Maximum characters of a CSV cell; the default of the csv module is 131,072."""
 READ_BYTES = 2**20
 EXPECTED = ".jsonl, .json, .csv or .parquet file"
+HUB_SECONDS = 10
+UNREACHABLE = {"TransportError", "ConnectionError", "Timeout"}
+"""Classes of errors of a hub that cannot be reached, in any HTTP library."""
 Opener = Callable[[], Iterator[Row]]
 """Starts a new pass over streamed rows."""
 
@@ -206,7 +210,8 @@ def _load_dataset(source: str, split: str, *, streaming: bool) -> tuple[Any, str
         if Path(source).expanduser().is_dir():
             return datasets.load_from_disk(str(Path(source).expanduser())), source
         repository, _, configuration = source.partition(":")
-        found = datasets.load_dataset(repository, configuration or None, split=split, streaming=streaming)
+        with _without_attempts(repository):
+            found = datasets.load_dataset(repository, configuration or None, split=split, streaming=streaming)
         return found, f"the data set {source!r}, split {split!r},"
     except Exception as error:  # datasets raises many kinds: missing, offline, several configurations, no such split
         detail = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -214,6 +219,22 @@ def _load_dataset(source: str, split: str, *, streaming: bool) -> tuple[Any, str
             f"cannot load the data set {source!r}, split {split!r} (a name that is no file or folder in {Path.cwd()} "
             f"is looked up on the Hugging Face hub; without a network, only cached data sets can be loaded): {detail}"
         ) from error
+
+
+@contextmanager
+def _without_attempts(repository: str) -> Iterator[None]:
+    """Let ``datasets`` look only into its cache where the hub cannot be reached: it would try for half a minute."""
+    import datasets
+    import huggingface_hub
+
+    with ExitStack() as stack:
+        try:
+            huggingface_hub.HfApi().dataset_info(repository, timeout=HUB_SECONDS)
+        except Exception as error:  # of one of several HTTP libraries; load_dataset explains others better
+            if UNREACHABLE & {kind.__name__ for kind in type(error).__mro__}:
+                for settings in (huggingface_hub.constants, datasets.config):
+                    stack.enter_context(mock.patch.object(settings, "HF_HUB_OFFLINE", True))
+        yield
 
 
 def _errors_named(rows: Iterator[Any], where: str) -> Iterator[Any]:

@@ -4,6 +4,6 @@ A check is a plain function of plain values (``settings``, ``prompts``, ``answer
 ``cost``) and returns findings. ``known`` and ``trial`` collect the values from a run; ``examine`` has the order.
 """
 
-from cohort.doctor.examine import NAMES, check_names, examine, refused
+from cohort.doctor.examine import NAMES, check_names, examine, refused, without_data
 from cohort.doctor.finding import Check, Finding, Status, summary
 from cohort.doctor.known import Run, problem_lines

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import ceil
 
+from cohort.config import GRPOConfig
 from cohort.doctor import known
 from cohort.doctor.agreement import check_reference, check_sampler
 from cohort.doctor.answers import LOOKED_AT, check_answers, try_answers
 from cohort.doctor.cost import Time, check_time, rounds_expected
 from cohort.doctor.finding import Finding, Status, skipped
 from cohort.doctor.known import CHECKS, Run, Trainer
+from cohort.doctor.settings import check_optimizer, check_sampling
 from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
 from cohort.doctor.trial import Trial, try_run
 from cohort.errors import CohortError, ConfigError, did_you_mean
+from cohort.policy import load_policy, load_tokenizer, read_config
 from cohort.presets.parts import DynamicSampling
 from cohort.report import diagnosis
 from cohort.runs.output import output_folder
 from cohort.train.check import CACHED, SERVED, most_gap
+from cohort.train.inputs import chosen_model
 from cohort.types import FinishReason
 
 OF_ROLLOUT = ("sampler", "reference", "signal", "rewards", "duplicates", "cut", "time")
@@ -50,6 +54,29 @@ def refused(error: Exception) -> Finding:
     """The finding for an error with which the run would not start."""
     name = ENDED_BY.get(type(error).__name__, "start")
     return Finding(name, Status.FAIL, str(error), "correct this first: the other checks need it")
+
+
+def without_data(config: GRPOConfig) -> Iterator[Finding]:
+    """The checks of a run whose data cannot be loaded: its rewards, model and settings.
+
+    Args:
+        config: the settings, with which a trainer was refused because of the data. A trainer looks at the settings and
+            loads the reward functions before that.
+    """
+    names = ", ".join(config.reward.functions) or "the environment's"
+    yield Finding("rewards", Status.PASS, f"loaded, and not called without data: {names}")
+    model, trust = str(chosen_model(None, config.model)), config.model.trust_remote_code
+    try:
+        load_tokenizer(model, trust_remote_code=trust)
+        policy = load_policy(model, config.model, read_config(model, trust_remote_code=trust), seed=config.run.seed)
+    except CohortError as error:
+        yield refused(error)
+        return
+    trained = sum(one.numel() for one in policy.model.parameters() if one.requires_grad)
+    yield Finding("model", Status.PASS, f"{model}: {type(policy.model).__name__}, {trained:,} trained parameters")
+    yield from check_sampling(config)
+    if config.run.max_steps is not None:  # else the number of rows decides
+        yield from check_optimizer(config, config.run.max_steps * config.objective.updates_per_rollout, trained)
 
 
 def examine(trainer: Trainer, skip: Sequence[str] = ()) -> Iterator[Finding]:

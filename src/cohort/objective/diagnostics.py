@@ -257,8 +257,6 @@ def _entropy_sums(tokens: UpdateTokens) -> dict[str, Tensor]:
     a_N = tokens.advantages_N
     return {
         "entropy": _sum(tokens.entropy_N),
-        "sampled_entropy": _sum(-tokens.sampler_logps_N.nan_to_num(nan=0.0)),
-        "known_sampler": _sum(~tokens.sampler_logps_N.isnan()),
         "logp": _sum(tokens.logps_N),
         "advantage": _sum(a_N),
         "logp_advantage": _sum(tokens.logps_N * a_N),

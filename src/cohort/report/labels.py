@@ -19,7 +19,7 @@ WORDS = {
     "kl/k1": "KL to the reference, k1 (nats per token)",
     "kl/k3": "KL to the reference, k3 (nats per token)",
     "beta": "weight of the KL, beta",
-    "tokens": "loss tokens per step",
+    "tokens": "active tokens per step",
     "tokens_per_second": "drawn tokens per second",
     "sampler/gap": "gap of sampler and trainer (nats)",
     "sampler/max_gap": "largest gap of sampler and trainer (nats)",

@@ -29,8 +29,8 @@ MEASURED_PER_PROMPT = 4
 def step_metrics(
     rollout: Rollout, batch: TokenBatch, results: Sequence[UpdateResult], objective: Objective, version_before: int
 ) -> dict[str, Any]:
-    """A step's metrics, flat. Rewards and lengths are of all sampled completions; means over tokens are sums over all
-    updates divided by the tokens of all updates."""
+    """A step's metrics, flat. What needs no pass is of all sampled completions; other means over tokens are sums over
+    all updates divided by the tokens that the updates have passed over."""
     group_S = group_numbers(rollout.sampled)
     metrics = reward_metrics(rollout.sampled_scores, group_S) | length_metrics(rollout) | episode_metrics(rollout)
     metrics |= text_metrics(rollout) | group_metrics(rollout, version_before) | advantage_metrics(batch)
@@ -79,12 +79,14 @@ def _ends_of_dead(scored_S: Tensor, dead_R: Tensor, groups: int) -> dict[str, fl
 
 
 def length_metrics(rollout: Rollout) -> dict[str, Any]:
-    """Lengths in tokens, end token included, and finish reasons of the usable completions."""
+    """Lengths in tokens, end token included, finish reasons and log-probs of the usable completions."""
     completions = [completion for completion in rollout.completions if completion.finish_reason.usable]
     lengths = torch.tensor([completion.num_tokens for completion in completions], dtype=torch.float64)
     ended = [completion.num_tokens for completion in completions if completion.finish_reason is FinishReason.EOS]
     reasons = Counter(completion.finish_reason for completion in completions)
+    logps_N = torch.cat([torch.from_numpy(completion.sampler_logps) for completion in completions])
     return {
+        "entropy/sampled": _mean(-logps_N[~logps_N.isnan()]),
         "length/mean": float(lengths.mean()),
         "length/min": int(lengths.min()),
         "length/max": int(lengths.max()),

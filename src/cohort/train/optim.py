@@ -238,7 +238,7 @@ def _schedule(config: OptimConfig, rule: torch.optim.Optimizer, warmup: int, num
         ConfigError: the schedule refuses its arguments.
     """
     if config.lr_scheduler_type == "constant":  # transformers' schedules take two seconds to import
-        return lambda _: 1.0
+        return lambda update: min(1.0, update / warmup) if warmup else 1.0
     from transformers import get_scheduler
 
     arguments = {"num_warmup_steps": warmup, "num_training_steps": num_updates}

@@ -98,11 +98,10 @@ def cause_metrics(whole: TokenStatistics) -> dict[str, Any]:
 
 
 def entropy_metrics(whole: TokenStatistics) -> dict[str, Any]:
-    """The policy's entropy over the vocabulary, and its estimate from the sampled tokens."""
+    """The policy's entropy over the vocabulary, and how its log-probs go with advantages."""
     sums, tokens = whole.sums, whole.sums["tokens"]
     metrics: dict[str, Any] = {
         "entropy": sums["entropy"] / tokens,
-        "entropy/sampled": sums["sampled_entropy"] / sums["known_sampler"] if sums["known_sampler"] else None,
         "entropy/covariance": sums["logp_advantage"] / tokens - sums["logp"] * sums["advantage"] / tokens**2,
     }
     for name, q in (("q05", 0.05), ("q50", 0.5), ("q95", 0.95)):

@@ -18,6 +18,8 @@ MAX_NUMBERS = 400_000
 MAX_POINTS = 4_000
 MAX_KEYS = 1_000
 MAX_CURVES = 12
+ACTIVE = "of tokens that updates pass over"
+"""What the metrics that need a pass are of; see docs/metrics.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,13 @@ CHARTS = (
         ("groups/mean_reward_q50",),
         band=("groups/mean_reward_q10", "groups/mean_reward_q90"),
     ),
-    Chart("Entropy", "In nats. Band: 5% to 95% of the tokens.", ("entropy",), band=("entropy/q05", "entropy/q95")),
-    Chart("KL to the reference", "Two estimators per token, in nats.", ("kl/k1", "kl/k3")),
+    Chart(
+        "Entropy",
+        f"In nats. entropy: {ACTIVE}. Band: 5% to 95% of these. entropy/sampled: estimate from all drawn tokens.",
+        ("entropy", "entropy/sampled"),
+        band=("entropy/q05", "entropy/q95"),
+    ),
+    Chart("KL to the reference", f"Two estimators per token, in nats, {ACTIVE}.", ("kl/k1", "kl/k3")),
     Chart(
         "Clipped tokens",
         "Share of tokens that the trust region clips. Exactly 0 with one update per rollout.",
@@ -76,17 +83,22 @@ CHARTS = (
     ),
     Chart("Truncated completions", "Share that reached the length limit.", ("length/cut_share",)),
     Chart("Gradient norm", "Before clipping, mean over the updates of a step.", ("grad_norm",), log=True),
-    Chart("Size of a step", "KL per token between the policies before and after it.", ("update_kl",), log=True),
+    Chart(
+        "Size of a step",
+        f"KL per token between the policies before and after it, {ACTIVE}.",
+        ("update_kl",),
+        log=True,
+    ),
     Chart("Learning rate", "Of the last update of a step.", ("learning_rate",), smooth=False),
     Chart(
         "Ratio",
-        "Logarithm of the ratio to the anchor: median. Band: 1% to 99% of the tokens.",
+        f"Logarithm of the ratio to the anchor, {ACTIVE}: median. Band: 1% to 99% of these.",
         ("ratio/log_q50",),
         band=("ratio/log_q01", "ratio/log_q99"),
     ),
     Chart(
         "Sampler gap",
-        "Distance of log-probs between sampler and trainer: mean and largest.",
+        f"Distance of log-probs between sampler and trainer, {ACTIVE}: mean and largest.",
         ("sampler/gap", "sampler/max_gap"),
         log=True,
     ),
