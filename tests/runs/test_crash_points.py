@@ -6,13 +6,16 @@ import os
 import shutil
 
 import pytest
+from safetensors.numpy import save
 
 from cohort.config.schema import RunConfig
 from cohort.parallel import World
 from cohort.runs import durable, lines, saving
-from cohort.runs.checkpoints import LOOP
+from cohort.runs.checkpoints import LOOP, OPTIMIZER
 from cohort.runs.folder import RunFolder
 
+STATE = dict.fromkeys(("optimizer", "cursor", "adaptive", "best", "identity", "random", "version"))
+"""What a checkpoint says beside its step."""
 OPERATIONS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
@@ -69,10 +72,11 @@ class Written:
 
 
 def write_small(folder, content, *, write):
-    """As ``write_content``: a file that a library writes and one of ours."""
+    """As ``write_content``: a file that a library writes, and the state of a run in files of ours."""
     (folder / "config.json").write_text("{}")
-    record = lines.write_file(folder / LOOP, [json.dumps(content.loop).encode()])
-    durable.write_manifest(folder, {LOOP: record})
+    (folder / OPTIMIZER).parent.mkdir(exist_ok=True)
+    files = {OPTIMIZER: save({}), LOOP: json.dumps(STATE | content.loop).encode()}
+    durable.write_manifest(folder, {name: lines.write_file(folder / name, [data]) for name, data in files.items()})
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
