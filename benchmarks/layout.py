@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cohort.train import lay_out, packs, part_of
-from cohort.train.cuts import microbatches
+from cohort.train.layout import microbatches
 from cohort.types import Completion, FinishReason, Group, Prompt
 
 

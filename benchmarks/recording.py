@@ -36,7 +36,7 @@ from cohort.runs import folder as run_folder
 from cohort.runs.tables import write_table
 from cohort.train import metrics as train_metrics
 from cohort.train import store
-from cohort.train.seen import Seen
+from cohort.train.update import Seen
 from cohort.trainer import GRPOTrainer
 
 SPENT: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])

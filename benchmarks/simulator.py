@@ -17,7 +17,7 @@ import math
 import random
 from dataclasses import dataclass, fields, replace
 
-from cohort.parallel.shares import imbalance, shares
+from cohort.parallel.world import imbalance, shares
 
 GIGA = 1e9
 

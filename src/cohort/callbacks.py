@@ -33,8 +33,7 @@ from cohort.report.diagnosis import Diagnosis, Finding
 from cohort.rewards.scores import Scores
 from cohort.runs.generators import preserved
 from cohort.state import kept
-from cohort.train.ahead import Ahead
-from cohort.train.rollout import Rollout
+from cohort.train.rollout import Ahead, Rollout
 from cohort.types import Group, TokenBatch
 
 log = logging.getLogger("cohort.callbacks")

@@ -53,14 +53,21 @@ from cohort.runs.starts import Start
 from cohort.state import check_state
 from cohort.terminal import output_outlasted
 from cohort.train import Adaptive, Companion, Optimizer, TrainerParts, find_budget, ranks, run
-from cohort.train.facts import data_facts, fingerprint, model_facts
 from cohort.train.first_save import FirstSave
-from cohort.train.inputs import checked_rewards, checked_settings, chosen_model, load_rows, model_name
-from cohort.train.record import recorded
-from cohort.train.requests import Requests
+from cohort.train.inputs import (
+    checked_rewards,
+    checked_settings,
+    chosen_model,
+    data_facts,
+    fingerprint,
+    load_rows,
+    model_facts,
+    model_name,
+    recorded,
+)
 from cohort.train.resume import resume as resume_run
-from cohort.train.signals import obeying_signals
-from cohort.train.stop import save_instant, saved_when_left, stop_point, with_resume_hint
+from cohort.train.resume import save_instant, saved_when_left, stop_point, with_resume_hint
+from cohort.train.signals import Requests, obeying_signals
 from cohort.train.summary import end_summary, evaluate_before, record_step
 from cohort.watchdog import dumps_on_quit
 
@@ -282,7 +289,7 @@ class GRPOTrainer:
 
         Args:
             resume, allow_changed: as ``train`` takes them.
-            companion: goes along on every rank; see ``cohort.train.companion``.
+            companion: goes along on every rank; see ``cohort.train.parts``.
         """
         if self.folder is not None:
             raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")

@@ -6,12 +6,11 @@ import math
 import pytest
 
 from cohort.config import GRPOConfig
-from cohort.doctor.agreement import check_reference, check_sampler
 from cohort.doctor.answers import Told, check_answers, try_answers
 from cohort.doctor.cost import Memory, Time, check_memory, check_time
+from cohort.doctor.known import check_optimizer, check_sampling
 from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
-from cohort.doctor.settings import check_optimizer, check_sampling
-from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
+from cohort.doctor.signal import check_cut, check_distinct, check_reference, check_rewards, check_sampler, check_signal
 from cohort.rewards import RewardRunner
 from tests.conftest import each
 from tests.rewards.conftest import prompt

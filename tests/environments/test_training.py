@@ -453,7 +453,7 @@ def test_what_reset_draws_is_the_same_for_a_group(tmp_path, starts):
 
 def test_a_run_whose_episodes_begin_differently_goes_on_in_the_middle_of_a_rollout(tmp_path):
     """The completions before the stop and those after it have other beginnings in common."""
-    from cohort.train.unfinished import _merged
+    from cohort.train.rollout import _merged
     from cohort.types import Completion, Group, Prompt
 
     row = Prompt(3, 0, (1, 2, 3), "abc", [{"role": "user", "content": "abc"}], {})

@@ -13,9 +13,8 @@ from cohort.policy import Policy, enable_checkpointing, head
 from cohort.policy.choose import find_head
 from cohort.policy.passes import PlainPasses
 from cohort.train import active_part, part_of
-from cohort.train.seen import update_tokens
 from cohort.train.sweep import Shared
-from cohort.train.update import backward_passes, minibatch_weights
+from cohort.train.update import backward_passes, minibatch_weights, update_tokens
 from tests.conftest import tiny_llama
 from tests.invariance.test_update import PRESETS_WITH_KL
 from tests.train.updates import DOUBLE, batch_for, context_for, gradient, logps_of, segments_of, shifted_policy

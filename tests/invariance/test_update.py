@@ -9,7 +9,7 @@ import torch
 from cohort.objective import PRESETS
 from cohort.rewards.scores import Scores
 from cohort.train import NonFinite, UpdateResult, assign_advantages, lay_out, update
-from cohort.train.term_norms import term_norms
+from cohort.train.metrics import term_norms
 from tests.policy.plain import plain_rows
 from tests.train.updates import (
     CPU,

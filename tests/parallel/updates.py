@@ -12,7 +12,7 @@ from cohort.objective import PRESETS
 from cohort.parallel import World, layout_of
 from cohort.policy import Policy, Precision, add_adapters
 from cohort.train import Optimizer, part_of, split_minibatches, update
-from cohort.train.term_norms import term_norms
+from cohort.train.metrics import term_norms
 from tests.conftest import tiny_llama
 from tests.train.updates import DOUBLE, all_sequences, batch_for, context_for, shifted_policy
 

@@ -10,7 +10,7 @@ from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision, fused
 from cohort.policy.compute import enable_checkpointing
 from cohort.policy.fused import Fused, compiled_once
-from cohort.train.term_norms import term_norms
+from cohort.train.metrics import term_norms
 from tests.cuda_on_cpu import cuda_on_cpu
 from tests.families.configs import small_model
 from tests.policy.plain import COMPLETIONS, MIXED, PROMPTS, SINGLE

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from cohort.native import Unavailable, load
-from cohort.policy.chunks import Tails
-from cohort.policy.convolution import convolve, convolve_into, convolve_step
+from cohort.policy.recurrent import Tails, convolve, convolve_into, convolve_step
 
 try:
     load()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from cohort.policy import Policy, chunks
+from cohort.policy import Policy, recurrent
 from cohort.policy.choose import find_head
 from cohort.policy.compute import enable_checkpointing
 from cohort.policy.custom_attention import CustomAttention
@@ -142,7 +142,7 @@ def test_families_with_custom_attention(name):
 @pytest.mark.parametrize("name", telling(RECURRENT, "qwen3_5_text", "falcon_h1", "lfm2"))
 def test_recurrent_families(name, monkeypatch):
     """With rows of several chunks; and with layers that are recomputed, whose forward pass nests contexts."""
-    monkeypatch.setattr(chunks, "LONGEST_CHUNK", 4)
+    monkeypatch.setattr(recurrent, "LONGEST_CHUNK", 4)
     policy = Policy(small_model(name).double(), DOUBLE)
     if OLDER and not shares(policy) and "does not hand arguments on" in policy.passes.description:
         pytest.skip("the installed transformers hands no arguments on to these layers")

@@ -10,7 +10,7 @@ from cohort.config import LoraConfig, ModelConfig
 from cohort.errors import ModelError
 from cohort.policy import load_policy
 from cohort.policy.anatomy import Anatomy
-from cohort.policy.float32_head import is_float32, use_float32_head
+from cohort.policy.head import is_float32, use_float32_head
 from cohort.policy.passes import PlainPasses
 from cohort.rollout.weights import DecoderWeights
 from tests.conftest import tiny_llama

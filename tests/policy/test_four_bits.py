@@ -6,8 +6,8 @@ import torch
 from cohort.config import LoraConfig, ModelConfig
 from cohort.errors import ModelError
 from cohort.policy import load_model, load_policy
-from cohort.policy.four_bits import dequantized, use_exact_products
 from cohort.policy.load import Precision
+from cohort.policy.narrow import dequantized, use_exact_products
 from tests.conftest import tiny_llama
 
 SHAPES = [(24, 24), (8, 80), (3, 10), (32, 128), (5, 336)]

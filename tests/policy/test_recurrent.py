@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from cohort.native import Unavailable, load
-from cohort.policy.chunks import Chunks, Tails
 from cohort.policy.layout import Layout
-from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE, delta_rule, state_space, steps_of, unit
+from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE, Chunks, Tails, delta_rule, state_space, steps_of, unit
 
 LENGTHS = (3, 130, 1, 70)  # of one chunk, of several with padding and without
 HEADS, GROUPS, KEYS, VALUES = 4, 2, 3, 5

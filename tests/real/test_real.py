@@ -161,7 +161,13 @@ def add(a: int, b: int) -> int:
 def test_a_template_with_tools(path, tmp_path):
     """The template and the tokenizer go together: calls can be read, and the policy sees what it may call."""
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in TEXTS]
-    settings = {"chat_template": (TEMPLATES / ("gemma.jinja" if "gemma" in Path(path).parts[-4] else "qwen2_5.jinja")).read_text(), "max_turns": 2, "lora": {"rank": 4}}
+    settings = {
+        "chat_template": (
+            TEMPLATES / ("gemma.jinja" if "gemma" in Path(path).parts[-4] else "qwen2_5.jinja")
+        ).read_text(),
+        "max_turns": 2,
+        "lora": {"rank": 4},
+    }
     made = trainer(path, tmp_path / "run", 1, settings=settings, rows=rows, tools=[add])
     made.train()
     first = (tmp_path / "run" / "first_prompt.txt").read_text()

@@ -8,7 +8,7 @@ from cohort.config import GRPOConfig
 from cohort.replay.stored import read_step
 from cohort.runs.tables import with_facts, write_table
 from cohort.train import Rollout, assign_advantages, lay_out, split_minibatches, update
-from cohort.train.progress import Updates
+from cohort.train.parts import Updates
 from cohort.train.store import step_table
 from tests.train.updates import CPU, context_for, logps_of, rollout, shifted_policy
 

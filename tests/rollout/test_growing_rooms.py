@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cohort.errors import ConfigError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.budget import plan
+from cohort.rollout.backend import plan
 from cohort.rollout.cache import GroupCache
 from cohort.rollout.capacity import Capacity
 from tests.families.configs import small_model

@@ -10,8 +10,7 @@ from cohort.errors import DataError
 from cohort.rollout import Request, RNGKey, Sampling
 from cohort.rollout.capacity import Capacity, order_after_removal
 from cohort.rollout.scheduler import Draw, Scheduler
-from cohort.rollout.stops import StopStrings
-from cohort.rollout.trajectory import Trajectory
+from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.types import FinishReason, Prompt
 from tests.conftest import each
 

@@ -6,11 +6,11 @@ import torch
 from cohort.config import ModelConfig
 from cohort.errors import ConfigError
 from cohort.policy import Policy, Precision, load_policy
-from cohort.rollout import LocalEngine, budget
-from cohort.rollout.budget import plan
+from cohort.rollout import LocalEngine
+from cohort.rollout import backend as backends
+from cohort.rollout.backend import plan
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.cast import CastWeights
-from cohort.rollout.shared import SharedBackend
+from cohort.rollout.shared import CastWeights, SharedBackend
 from tests.families.configs import small_model
 from tests.rollout.test_local_engine import LetterTokenizer
 
@@ -32,7 +32,7 @@ def test_states_count_against_the_memory():
 def test_states_without_keys_and_values_count_against_the_free_memory(monkeypatch):
     """Of a model like Mamba 2. 36 rows and 18 prompts, twice the groups of 4 that fit them, take 54,000 of the 56,000
     bytes; a row more would add 2 prompts."""
-    monkeypatch.setattr(budget, "free_bytes", lambda _: 112_000)
+    monkeypatch.setattr(backends, "free_bytes", lambda _: 112_000)
     sizes = {"max_rows": 100, "token_bytes": 0, "token_multiple": 1, "device": torch.device("cpu"), "row_bytes": 1000}
     for max_tokens in (None, 10_000):
         capacity = plan([10] * 20, 80, 10, 6, max_tokens=max_tokens, **sizes)

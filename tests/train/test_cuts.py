@@ -11,7 +11,7 @@ from cohort.parallel import World
 from cohort.policy import Policy
 from cohort.rewards.scores import Scores
 from cohort.train import assign_advantages, lay_out, packs, part_of, sweep
-from cohort.train.cuts import copies, microbatches
+from cohort.train.layout import copies, microbatches
 from cohort.types import Completion, FinishReason, Group, Prompt, Segment, Support
 from tests.conftest import tiny_llama
 from tests.train.updates import CPU, DOUBLE, all_sequences, gradient, shifted_policy

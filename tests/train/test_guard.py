@@ -12,7 +12,7 @@ from cohort.errors import NonFiniteError, Stopped
 from cohort.objective import PRESETS
 from cohort.report.rollouts import StoredStep
 from cohort.train import NonFinite, NonFiniteLog, check_finite, part_of, update
-from cohort.train.check import sampler_gap
+from cohort.train.logps import sampler_gap
 from tests.conftest import tiny_llama
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of
 from tests.train.updates import all_sequences, batch_for, context_for, segments_of

@@ -16,7 +16,7 @@ from cohort.errors import ConfigError, EpisodeError, PolicyMismatchError, Reward
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.runs.rollouts import load_rollout
-from cohort.train.ahead import Ahead
+from cohort.train.rollout import Ahead
 from tests.conftest import telling, tiny_llama
 from tests.environments import test_training as episodes
 from tests.train.harness import (
@@ -386,7 +386,7 @@ def test_an_interrupt_while_training_waits_ends_what_it_waits_for(demo_tokenizer
 
 
 def test_a_function_that_does_not_return_is_left_behind(demo_tokenizer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("cohort.train.ahead.ABANDON_SECONDS", 0.05)
+    monkeypatch.setattr("cohort.train.rollout.ABANDON_SECONDS", 0.05)
     release, reached = threading.Event(), threading.Event()
 
     def hangs(completions, trainer_state, **_):

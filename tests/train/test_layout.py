@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cohort.objective import PRESETS
 from cohort.rewards.scores import Scores
 from cohort.train import active_part, assign_advantages, lay_out, packs, part_of, split_minibatches
-from cohort.train.cuts import microbatches
+from cohort.train.layout import microbatches
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 from tests.train.updates import CPU, all_sequences, segments_of
 

@@ -11,9 +11,8 @@ from cohort.policy import Policy
 from cohort.rewards.scores import Scores
 from cohort.train import UpdateResult
 from cohort.train.layout import lay_out
-from cohort.train.metrics import policy_movement, reward_metrics, step_metrics
+from cohort.train.metrics import policy_movement, reward_metrics, step_metrics, value_metrics
 from cohort.train.rollout import Rollout
-from cohort.train.update_metrics import value_metrics
 from cohort.types import Completion, FinishReason, Group, Prompt
 from tests.conftest import each, tiny_llama
 from tests.train.test_layout import make_batch

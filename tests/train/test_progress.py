@@ -6,9 +6,8 @@ import torch
 from cohort.errors import RunFolderError
 from cohort.objective import TokenStatistics
 from cohort.train import part_of
-from cohort.train.progress import Updates
-from cohort.train.seen import Used
-from cohort.train.update import NonFinite, UpdateResult
+from cohort.train.parts import Updates
+from cohort.train.update import NonFinite, UpdateResult, Used
 from tests.train.test_layout import make_batch
 
 CPU = torch.device("cpu")

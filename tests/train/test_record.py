@@ -11,7 +11,7 @@ from cohort.config import Source
 from cohort.rewards.mathematics import math
 from cohort.rewards.names import resolve_reward
 from cohort.runs.code import code_hash
-from cohort.train.record import name_of, recorded
+from cohort.train.inputs import name_of, recorded
 from tests.train.harness import ROWS, digits_reward
 
 

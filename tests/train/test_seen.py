@@ -4,7 +4,7 @@ import torch
 
 from cohort.objective import PRESETS, Coefficients, UpdateTokens, coefficients
 from cohort.train import part_of
-from cohort.train.seen import Seen, Used
+from cohort.train.update import Seen, Used
 from tests.train.test_layout import make_batch
 
 

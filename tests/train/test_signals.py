@@ -15,8 +15,7 @@ from cohort.calls import interruptible
 from cohort.cli.main import main
 from cohort.launch import rank
 from cohort.train import signals
-from cohort.train.requests import Requests
-from cohort.train.signals import obeying_signals
+from cohort.train.signals import Requests, obeying_signals
 from tests import warm
 from tests.conftest import DEMO_MODEL
 from tests.launch.test_processes import wait_for

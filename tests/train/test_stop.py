@@ -13,7 +13,7 @@ import torch
 
 from cohort.errors import RewardError, Stopped
 from cohort.runs.rollouts import load_rollout
-from cohort.train.requests import Requests
+from cohort.train.signals import Requests
 from tests.conftest import tiny_llama
 from tests.train.harness import (
     ROWS,

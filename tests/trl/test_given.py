@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cohort.train.record import name_of
+from cohort.train.inputs import name_of
 from cohort.trl import GRPOConfig
 from cohort.trl.given import named_model, reward_functions
 from cohort.trl.translate import translate

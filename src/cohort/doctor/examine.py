@@ -7,21 +7,19 @@ from math import ceil
 
 from cohort.config import GRPOConfig
 from cohort.doctor import known
-from cohort.doctor.agreement import check_reference, check_sampler
 from cohort.doctor.answers import LOOKED_AT, check_answers, try_answers
 from cohort.doctor.cost import Time, check_time, rounds_expected
 from cohort.doctor.finding import Finding, Status, skipped
-from cohort.doctor.known import CHECKS, Run, Trainer
-from cohort.doctor.settings import check_optimizer, check_sampling
-from cohort.doctor.signal import check_cut, check_distinct, check_rewards, check_signal
+from cohort.doctor.known import CHECKS, Run, Trainer, check_optimizer, check_sampling
+from cohort.doctor.signal import check_cut, check_distinct, check_reference, check_rewards, check_sampler, check_signal
 from cohort.doctor.trial import Trial, try_run
 from cohort.errors import CohortError, ConfigError, did_you_mean
 from cohort.policy import load_policy, load_tokenizer, read_config
 from cohort.presets.parts import DynamicSampling
 from cohort.report import diagnosis
 from cohort.runs.output import output_folder
-from cohort.train.check import CACHED, SERVED, most_gap
 from cohort.train.inputs import chosen_model
+from cohort.train.logps import CACHED, SERVED, most_gap
 from cohort.types import FinishReason
 
 OF_ROLLOUT = ("sampler", "reference", "signal", "rewards", "duplicates", "cut", "time")

@@ -21,9 +21,9 @@ from torch.utils.benchmark import Timer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cohort.config import OptimConfig, VLLMConfig
-from cohort.doctor.agreement import EXPECTED, check_sampler
 from cohort.doctor.examine import check_names
 from cohort.doctor.finding import Finding, Numbers, Status, size, skipped
+from cohort.doctor.signal import EXPECTED, check_sampler
 from cohort.errors import ConfigError
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision
@@ -36,7 +36,7 @@ from cohort.rollout.vllm.own_server import OwnServer, interpreter
 from cohort.rollout.vllm.transports import transport_of
 from cohort.runs.facts import machine, versions
 from cohort.train import NonFinite, Optimizer, StepContext, TokenBudget, lay_out, part_of, update
-from cohort.train.check import CACHED, most_gap, sampler_gap
+from cohort.train.logps import CACHED, most_gap, sampler_gap
 from cohort.types import Prompt, TokenBatch
 
 REPORT = "open an issue with all lines of this output"

@@ -25,8 +25,8 @@ from cohort.train import (
     split_minibatches,
     update,
 )
-from cohort.train.check import CHECKED_COMPLETIONS, sampler_gap
-from cohort.train.clock import PhaseClock
+from cohort.train.context import PhaseClock
+from cohort.train.logps import CHECKED_COMPLETIONS, sampler_gap
 from cohort.train.loop import with_advantages_and_logps
 from cohort.train.metrics import policy_movement
 from cohort.train.ranks import update_engine

@@ -28,7 +28,7 @@ from cohort.generate.request import (
 from cohort.generate.show import InOrder, Meter, TextStream, headline, record, transcript, write_stdout
 from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
-from cohort.rollout.checks import describe_end_tokens
+from cohort.rollout.engine import describe_end_tokens
 from cohort.runs.chosen import model_of, run_of
 from cohort.runs.lines import as_json
 from cohort.types import Completion, FinishReason, Group

@@ -19,8 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cohort.data import Row
 from cohort.generate.request import shortened
-from cohort.rollout.stops import REPLACEMENT
-from cohort.rollout.trajectory import decode
+from cohort.rollout.trajectory import REPLACEMENT, decode
 from cohort.types import Completion, FinishReason, Prompt, Segment
 
 LOOKBACK = 16

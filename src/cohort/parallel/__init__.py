@@ -7,16 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cohort.parallel.agree import agreed, on_main, together
-from cohort.parallel.shares import imbalance, prompt_shares, shares
-from cohort.parallel.world import World
+from cohort.parallel.world import World, imbalance, prompt_shares, shares
 
 if TYPE_CHECKING:
-    from cohort.parallel.choose import layout_of
-    from cohort.parallel.full import Full
+    from cohort.parallel.full import Full, layout_of
     from cohort.parallel.layout import Layout
     from cohort.parallel.sharded import Sharded
 
-_MODULES = {"Full": "full", "Layout": "layout", "Sharded": "sharded", "layout_of": "choose"}
+_MODULES = {"Full": "full", "Layout": "layout", "Sharded": "sharded", "layout_of": "full"}
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from cohort.errors import ConfigError, ModelError
+from cohort.parallel.layout import Layout
 from cohort.parallel.sharded import Sharded, rank_mesh
 from cohort.parallel.world import World
 
@@ -161,3 +162,15 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
             "(_no_split_modules): set parallel.layout to 'optimizer' or 'replicate'"
         )
     return layers
+
+
+# ----------------------------------------
+# The layout of the settings.
+
+
+def layout_of(name: str, world: World, *, offload: bool = False) -> Layout:
+    """The layout of ``parallel.layout`` and ``parallel.offload``. With one rank there is nothing to divide: without
+    ``offload``, all layouts are "replicate"."""
+    if name == "full" and (world.size > 1 or offload):
+        return Full(world, offload=offload)
+    return (Sharded if name == "optimizer" and world.size > 1 else Layout)(world)

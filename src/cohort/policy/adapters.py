@@ -17,9 +17,8 @@ from cohort.config import LoraConfig
 from cohort.errors import ModelError
 from cohort.policy.experts import activation_of
 from cohort.policy.files import ADAPTER_FILE, is_adapter, read_json_object
-from cohort.policy.float32_head import is_float32
-from cohort.policy.load import PEFT_ASKS, Precision, load_adapter, matrices, peft_library
-from cohort.policy.vision import untrained_modules
+from cohort.policy.head import is_float32
+from cohort.policy.load import PEFT_ASKS, Precision, load_adapter, matrices, peft_library, untrained_modules
 
 
 def has_adapters(model: Any) -> bool:

@@ -14,18 +14,16 @@ from torch import Tensor, nn
 from cohort.errors import ModelError
 from cohort.policy.anatomy import logit_multiplier
 from cohort.policy.compute import ComputeModel, modes_restored, without_dropout
-from cohort.policy.context import context_length
 from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.device import kind_of
 from cohort.policy.experts import own_experts
-from cohort.policy.float32_head import is_float32
-from cohort.policy.head import Head
+from cohort.policy.head import Head, is_float32
 from cohort.policy.lean import LeanLayers
+from cohort.policy.load import context_length, placeholder_ids
 from cohort.policy.narrow import changed_call
 from cohort.policy.parts import UnsupportedModel, need
 from cohort.policy.passes import Passes, PlainPasses, SharedPasses, base_of
 from cohort.policy.rows import PackedRows
-from cohort.policy.vision import placeholder_ids
 
 TRIAL_PROMPTS = (7, 1, 4)
 """Lengths of the prompts of a trial, in tokens."""

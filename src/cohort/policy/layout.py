@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cohort.policy.chunks import Chunks, Tails
+from cohort.policy.recurrent import Chunks, Tails
 
 LIKE_LENGTHS = 0.75
 """Sequences of at least this fraction of the longest of their bucket are padded to its length."""

@@ -1,4 +1,4 @@
-"""Load a Hugging Face causal language model and its tokenizer, and choose its device and dtypes."""
+"""Load a Hugging Face causal language model and its tokenizer, checked first, and choose its device and dtypes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,8 +31,123 @@ from cohort.policy.files import (
     is_adapter,
     read_json_object,
 )
-from cohort.policy.vision import auto_class
 from cohort.shipped import PREFIX, shipped
+
+# ----------------------------------------
+# Sizes that a config tells: how many tokens a model can read, and how wide it is.
+
+
+def context_length(config: Any) -> int | None:
+    """The maximum number of tokens of a model, prompt and completion together. None if its config has no limit. With
+    longrope it is ``longrope_length``."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(length := getattr(config, name, None), int) and length > 0:
+            return min(length, longrope_length(config) or length)
+    return longrope_length(config)
+
+
+def longrope_length(config: Any) -> int | None:
+    """The number of tokens from which on longrope has other factors (Phi-3, Phi-4); None for other models. A text that
+    grows beyond it is drawn with two sets of factors, and a pass over the whole text would use one."""
+    given = getattr(config, "rope_parameters", None)
+    found = given if isinstance(given, dict) else {}
+    ropes = [rope for rope in (found, *found.values()) if isinstance(rope, dict)]  # or one for each type of layer
+    lengths = [rope.get("original_max_position_embeddings") for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min((length for length in lengths if isinstance(length, int) and length > 0), default=None)
+
+
+def hidden_size(config: Any) -> int:
+    """H; 0 if the config has none. A config that reads images has it in that of its language model."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(getattr(config, "hidden_size", 0) or 0)
+
+
+def known_tokens(model: Any, config: Any) -> tuple[int | None, frozenset[int]]:
+    """The number of tokens that a model has embeddings for, and the ids among them that stand for what is not text; see
+    ``PromptSet.check_tokens``.
+
+    Args:
+        model: a loaded model, which is asked itself, or anything else.
+        config: the config of the whole model.
+    """
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if hasattr(model, "get_input_embeddings"):
+        found = (model.get_input_embeddings(), model.get_output_embeddings())
+        size = min((len(one.weight) for one in found if hasattr(one, "weight")), default=size)
+    return size if isinstance(size, int) and size > 0 else None, placeholder_ids(config)
+
+
+# ----------------------------------------
+# Models that read images or sound beside text: they are trained on text alone, and what else they have is kept.
+
+
+def reads_images(config: Any) -> bool:
+    """Whether a config is that of a whole model of transformers for text and images, not of its language model."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    return (
+        config is not None and hasattr(config, "vision_config") and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+
+
+PLACEHOLDERS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
+"""Names in a config of the ids of tokens that stand for an image, a video or sound."""
+
+
+def placeholder_ids(config: Any) -> frozenset[int]:
+    """The ids of tokens that stand for what is not text, in whose place some models put something else than the token's
+    embedding even without an image (Gemma 4). None for models of text alone."""
+    if not reads_images(config):
+        return frozenset()
+    found = (getattr(config, name, None) for name in PLACEHOLDERS)
+    return frozenset(one for one in found if isinstance(one, int) and one >= 0)
+
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def processor_files(model: Any, *, download: bool = False) -> list[Path]:
+    """The files, beside those of its tokenizer, that tell how a model's images and sound are prepared, from where the
+    model was loaded. Training needs none of them: what it saves is to be used with them again."""
+    from transformers.utils import cached_file
+
+    if not reads_images(getattr(model, "config", None)):
+        return []
+    found: list[str | None] = []
+    with suppress(Exception):  # the name of no folder or hub id, as of a model built in memory, or there is no network
+        for name in PROCESSOR_FILES:
+            options = {"local_files_only": not download, "_raise_exceptions_for_missing_entries": False}
+            found.append(cached_file(model.config._name_or_path, name, **options))
+    return [Path(one) for one in found if one]
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads all of a model, so that what is saved loads wherever the model came from.
+    ``AutoModelForCausalLM`` knows few of the models that read images, and loads the language model alone of some."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
+def untrained_modules(model: Any) -> dict[str, nn.Module]:
+    """The modules with weights of their own that are no part of the language model, by name; none in other models."""
+    if not reads_images(getattr(model, "config", None)):
+        return {}
+    used = {id(module) for part in (model.get_decoder(), model.get_output_embeddings()) for module in part.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if id(module) not in used and next(module.parameters(recurse=False), None) is not None
+    }
+
+
+def freeze_the_rest(model: Any) -> None:
+    """Freeze what no text reaches: ``untrained_modules``."""
+    for module in untrained_modules(model).values():
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad = False
+
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
 """A folder with a tokenizer has one of these."""
@@ -442,3 +558,27 @@ def _flag_for(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# ----------------------------------------
+# A model that a run loads when everything that is cheaper has been checked.
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredModel:
+    """Stands for a loaded model until ``load_policy``. For models that are loaded in another way than the settings
+    say."""
+
+    generation_config: Any
+    config: Any
+    load: Callable[[], Any]
+    """Returns the model of transformers or peft."""
+
+    @classmethod
+    def of(cls, path: str, load: Callable[[], Any], *, trust_remote_code: bool = False) -> DeferredModel:
+        """A model in a folder or of a hub id, whose configs are read now.
+
+        Raises:
+            ModelError: there is no such model.
+        """
+        return cls(*read_configs(path, trust_remote_code=trust_remote_code), load)

@@ -30,12 +30,11 @@ from cohort.native import DTYPES
 from cohort.parallel.full import call_gathered, is_gathered
 from cohort.policy.attention import packed_attention
 from cohort.policy.compute import ComputeModel, modes_restored
-from cohort.policy.context import longrope_length
-from cohort.policy.convolution import convolve
 from cohort.policy.device import kind_of
 from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.layout import Layout
-from cohort.policy.recurrent import Recurrence, Recurring, StateKey
+from cohort.policy.load import longrope_length
+from cohort.policy.recurrent import Recurrence, Recurring, StateKey, convolve
 from cohort.policy.rows import PackedRows
 
 KeysValues = dict[Any, tuple[Tensor, ...]]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from cohort.config import ModelConfig
-from cohort.errors import ModelError
+from cohort.errors import ModelError, NonFiniteError
 from cohort.parallel.full import call_gathered
 from cohort.policy.adapters import (
     add_adapters,
@@ -21,23 +23,64 @@ from cohort.policy.adapters import (
     has_adapters,
     keep_in_compute_dtype,
     lora_of,
+    merged,
 )
 from cohort.policy.choose import MAX_GAP, choose_passes, own_logits, relative_gaps, token_source
 from cohort.policy.compute import ComputeModel, enable_checkpointing
-from cohort.policy.context import hidden_size
-from cohort.policy.deferred import DeferredModel
-from cohort.policy.device import keep_freed_memory
-from cohort.policy.finite import check_finite_weights
-from cohort.policy.float32_head import use_float32_head
-from cohort.policy.four_bits import use_exact_products
-from cohort.policy.head import CompletionStates, TokenLogps
-from cohort.policy.load import base_path, load_model, resolve_device, resolve_precision
+from cohort.policy.device import keep_freed_memory, kind_of
+from cohort.policy.experts import experts_per_token
+from cohort.policy.head import CompletionStates, TokenLogps, use_float32_head
+from cohort.policy.load import (
+    DeferredModel,
+    base_path,
+    freeze_the_rest,
+    hidden_size,
+    load_model,
+    reads_images,
+    resolve_device,
+    resolve_precision,
+)
+from cohort.policy.narrow import use_exact_products
 from cohort.policy.passes import Passes, Prefixes, base_of
 from cohort.policy.pieces import hidden_in_pieces
-from cohort.policy.router import experts_per_token
 from cohort.policy.rows import Distribution, PackedRows
-from cohort.policy.vision import freeze_the_rest, reads_images
 from cohort.types import Support
+
+# ----------------------------------------
+# Weights that are NaN or infinite are found before anything is computed with them or written.
+
+
+@torch.no_grad()
+def check_finite_weights(weights: Mapping[str, Tensor], where: str) -> None:
+    """Check this rank's part of some tensors. Reads each once, and allocates nothing of their size.
+
+    Args:
+        weights: by name; sharded or not. Those whose numbers take one byte, as quantized ones, are skipped.
+        where: what the weights belong to, for the error.
+
+    Raises:
+        NonFiniteError: names the first tensor that holds a NaN or an infinity.
+    """
+    own = {name: _own(tensor) for name, tensor in weights.items()}
+    own = {name: t for name, t in own.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
+    if not own or bool(_some_norm(list(own.values())).isfinite()):
+        return
+    for name, tensor in own.items():
+        if count := int((~tensor.isfinite()).sum()):
+            raise NonFiniteError(f"{name} of {where} has {count:,} NaN or infinite values of {tensor.numel():,}")
+
+
+def _some_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """A number that is finite only if all numbers in the tensors are; it may overflow otherwise."""
+    if kind_of(tensors[0].device) == "cuda":
+        return nn.utils.get_total_norm(tensors, math.inf)  # one kernel for many tensors
+    return torch.stack([tensor.sum().double() for tensor in tensors]).sum()  # ten times as fast on a CPU
+
+
+def _own(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.detach()
+    return local.to_local() if hasattr(local, "to_local") else local
+
 
 REFERENCE_TOKENS = 8
 """Length of the text on which a new reference is compared with the policy."""
@@ -275,3 +318,20 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
                 f"model.router_aux_loss_coef needs packed completions, and here: {policy.passes.description}"
             )
     return policy
+
+
+# ----------------------------------------
+# A policy's weights as checkpoints name them, for engines in other processes.
+
+
+def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, as ``save_pretrained`` writes them: adapters are merged, a tied weight comes once, under the
+    name of the embedding. The tensors are the policy's own where nothing was converted: read them before the next
+    update. Weights that are divided over ranks have to be whole; see ``Layout.whole``."""
+    model: Any = merged(policy.model) if has_adapters(policy.model) else policy.model
+    # Not state_dict(), before which FSDP2 divides the weights again.
+    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        saved = module._buffers.keys() - module._non_persistent_buffers_set
+        state |= {f"{prefix}.{name}".lstrip("."): module.get_buffer(name) for name in saved}
+    yield from revert_weight_conversion(model, state).items()

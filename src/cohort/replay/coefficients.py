@@ -12,8 +12,7 @@ from cohort.errors import RunFolderError
 from cohort.objective import Cause, Objective, coefficients, top_entropy_tokens
 from cohort.replay.stored import Stored
 from cohort.train import Part, Rollout, active_part, assign_advantages, lay_out, packs, part_of, split_minibatches
-from cohort.train.term_weights import term_weights
-from cohort.train.update import at_tokens
+from cohort.train.update import at_tokens, term_weights
 from cohort.types import TokenBatch
 
 LEFT_OUT = -1

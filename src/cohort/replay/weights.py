@@ -36,7 +36,7 @@ from cohort.train import (
 )
 from cohort.train.inputs import chosen_model
 from cohort.train.logps import token_logps
-from cohort.train.term_norms import term_gradients
+from cohort.train.metrics import term_gradients
 
 WHOLE = ""
 """Stands for the sum of the terms."""

@@ -11,8 +11,8 @@ from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy
 from cohort.policy.choose import Candidate, first_correct, one_line, own_logits, relative_gaps, token_source
+from cohort.policy.custom_attention import find_mixers
 from cohort.policy.parts import UnsupportedModel
-from cohort.policy.recurrent_layers import find_mixers
 from cohort.rollout.backend import Backend
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend, cache_kind

@@ -15,17 +15,22 @@ from typing import Any, ClassVar
 from cohort.errors import ConfigError, ModelError, out_of_memory
 from cohort.policy import Policy, context_length, placeholder_ids
 from cohort.policy.device import release_memory
-from cohort.rollout.backend import Backend
-from cohort.rollout.budget import plan
-from cohort.rollout.checks import check_finished, check_requests, describe_policy
+from cohort.rollout.backend import Backend, plan
 from cohort.rollout.choose import choose_backend
-from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, Watch
-from cohort.rollout.runner import BackendRunner
+from cohort.rollout.engine import (
+    Capabilities,
+    EndedTurn,
+    Engine,
+    Request,
+    Watch,
+    check_finished,
+    check_requests,
+    describe_policy,
+)
+from cohort.rollout.runner import ActiveSequences, BackendRunner
 from cohort.rollout.scheduler import Scheduler
-from cohort.rollout.sequences import ActiveSequences
 from cohort.rollout.settings import Sampling
-from cohort.rollout.stops import StopStrings
-from cohort.rollout.trajectory import Trajectory
+from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.types import FinishReason
 
 

@@ -12,7 +12,7 @@ from cohort.config import GRPOConfig, RolloutConfig
 from cohort.errors import ConfigError
 from cohort.parallel import World
 from cohort.policy import Policy, end_token_ids, resolve_device, resolve_precision
-from cohort.policy.context import hidden_size
+from cohort.policy.load import hidden_size
 from cohort.rollout.engine import check_capabilities
 from cohort.rollout.local import LocalEngine
 from cohort.rollout.settings import Sampling

@@ -10,14 +10,15 @@ Axis letters: S rows, A heads, D head dimension, T tokens.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from cohort.parallel.full import is_gathered
 from cohort.policy import Policy
 from cohort.policy.attention import widened
 from cohort.policy.choose import find_head
@@ -26,15 +27,50 @@ from cohort.policy.device import kind_of
 from cohort.policy.head import in_like_shapes
 from cohort.policy.layout import Layout
 from cohort.policy.parts import need
-from cohort.policy.passes import Hidden, KeysValues, PackedPass
+from cohort.policy.passes import Hidden, KeysValues, PackedPass, base_of
 from cohort.policy.recurrent import Recurrence, StateKey
 from cohort.rollout import cache as storage
 from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import ROW_MULTIPLE, TOKEN_MULTIPLE, GroupCache
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.cast import CastWeights
 from cohort.rollout.group_attention import attend_in_two_parts
 from cohort.rollout.states import RowStates, StateStep, states_in
+
+# ----------------------------------------
+# Copies of a model's matrices in the compute dtype, for many small passes.
+
+
+class CastWeights:
+    """Matrices of a decoder's linear layers in the compute dtype, which stand for the model's own inside ``used``:
+    autocast would cast them again in each decode step. Without autocast, or with weights that are gathered per layer,
+    there are none.
+
+    Args:
+        policy: its present weights are copied.
+    """
+
+    @torch.no_grad()
+    def __init__(self, policy: Policy) -> None:
+        compute = policy.precision.compute
+        casts = compute.itemsize < policy.precision.master.itemsize and not is_gathered(policy.model)
+        linears = [module for module in base_of(policy.model).get_decoder().modules() if type(module) is nn.Linear]
+        self._casts: list[tuple[dict[str, Any], Tensor, Tensor]] = [
+            (linear._parameters, linear.weight, linear.weight.to(compute))
+            for linear in linears
+            if casts and linear.weight.dtype != compute
+        ]
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Use the copies inside the block, which needs no gradients. The modules hold them in place of their weights,
+        which stay as they are: a policy may share them with its snapshot, and may be saved while that samples."""
+        try:
+            for parameters, _, copy in self._casts:
+                parameters["weight"] = copy
+            yield
+        finally:
+            for parameters, weight, _ in self._casts:
+                parameters["weight"] = weight
 
 
 class SharedBackend(Backend):

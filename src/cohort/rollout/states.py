@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.native import DTYPES
-from cohort.policy.convolution import convolve_into, convolve_step
 from cohort.policy.passes import KeysValues
-from cohort.policy.recurrent import Recurrence, StateKey
+from cohort.policy.recurrent import Recurrence, StateKey, convolve_into, convolve_step
 from cohort.rollout.capacity import moves_for_removal, order_after_removal
 from cohort.rollout.native.recurrent import STEPS
 

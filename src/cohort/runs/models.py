@@ -19,7 +19,7 @@ from cohort.errors import ModelError, RunFolderError
 from cohort.parallel import World, together
 from cohort.parallel.full import class_before_sharding
 from cohort.policy import Policy, adapter_weights, has_adapters, merged, trained_adapter, without_progress_bars
-from cohort.policy.vision import processor_files
+from cohort.policy.load import processor_files
 from cohort.runs.durable import replaced, sync_path
 from cohort.runs.lines import FileRecord
 from cohort.runs.reading import damage_named

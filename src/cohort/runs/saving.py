@@ -12,7 +12,7 @@ import torch
 
 from cohort.errors import DiskError, out_of_memory
 from cohort.parallel import World, on_main, together
-from cohort.rollout.budget import free_bytes
+from cohort.rollout.backend import free_bytes
 from cohort.runs.checkpoints import Content, copied, num_copied_bytes, write_content
 from cohort.runs.durable import replaced, sync_path
 from cohort.runs.writer import Write, Writer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.errors import RunFolderError
-from cohort.policy.finite import check_finite_weights
+from cohort.policy.policy import check_finite_weights
 from cohort.runs.lines import FileRecord, write_file
 
 DTYPES = {

@@ -1,15 +1,12 @@
 """Training: the loop, the step's context, the layout of tokens, the update, the optimizer."""
 
-from cohort.train.adapt import Adaptive
-from cohort.train.companion import Companion
 from cohort.train.context import StepContext
-from cohort.train.cuts import packs
 from cohort.train.guard import NonFiniteLog, check_finite
-from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
+from cohort.train.layout import Part, active_part, assign_advantages, lay_out, packs, part_of, split_minibatches
 from cohort.train.logps import policy_logps
 from cohort.train.loop import evaluate_step, run
 from cohort.train.memory import TokenBudget, find_budget
 from cohort.train.optim import Optimizer
-from cohort.train.parts import TrainerParts
+from cohort.train.parts import Adaptive, Companion, TrainerParts
 from cohort.train.rollout import Rollout
 from cohort.train.update import NonFinite, UpdateResult, update

@@ -1,20 +1,37 @@
-"""What a trainer is given, checked: settings, model, rows."""
+"""What a trainer is given: checked, named for its folder, and compared when a run is resumed."""
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import json
 import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from cohort.config import GRPOConfig, ModelConfig, Schedule
-from cohort.data import Data, check_held_out, load_data, load_sets
+import torch
+from torch import Tensor
+
+from cohort.calls import partial_layers
+from cohort.config import GRPOConfig, ModelConfig, Schedule, Source
+from cohort.data import Data, PromptLoader, check_held_out, load_data, load_sets
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
 from cohort.errors import ConfigError, DataError, ModelError
 from cohort.objective import Objective
 from cohort.parallel import World
-from cohort.policy import folder_of_revision
+from cohort.plugins import file_modules
+from cohort.policy import Policy, folder_of_revision
 from cohort.presets.parts import GroupMean
+from cohort.presets.trust_regions import Custom
 from cohort.rewards import RewardRunner
+from cohort.rewards.model import RewardModel
+from cohort.rewards.names import BUILTIN_REWARDS
+from cohort.runs.code import bindings, code_hash, named_code_hash
+from cohort.runs.facts import entries, machine, versions
 
 
 def checked_settings(args: GRPOConfig | None) -> GRPOConfig:
@@ -75,3 +92,234 @@ def part_without_negative_rewards(objective: Objective) -> str | None:
     if isinstance(objective.scale, GroupMean):
         return "scale 'group_mean' (a negative mean inverts every sign)"
     return "unlikeliness (it would soften a penalty for the likelier completions)" if objective.unlikeliness else None
+
+
+# ----------------------------------------
+# What a trainer is given in Python, by name: so that a run can be resumed from its folder alone.
+
+
+def recorded(
+    config: GRPOConfig,
+    model: Any = None,
+    reward_funcs: Any = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    processing_class: Any = None,
+    tools: Any = None,
+    environment_factory: Any = None,
+) -> tuple[GRPOConfig, dict[str, str]]:
+    """The settings with the names of what the trainer was given in their place, and what has no name.
+
+    Args:
+        config: the settings.
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory: as
+            ``GRPOTrainer`` takes them.
+    """
+    missing: dict[str, str] = {}
+    if isinstance(model, str | os.PathLike):
+        config = _with(config, "model", path=os.fspath(model))
+    elif model is not None:
+        missing["model"] = "an object in memory"
+    if processing_class is not None:
+        missing["processing_class"] = "an object in memory"
+    for name, key, given in (("train_dataset", "train", train_dataset), ("eval_dataset", "eval", eval_dataset)):
+        if given is not None:
+            named = _named_data(given)
+            config = _with(config, "data", **{key: named or ""})
+            missing |= {} if named else {name: "rows in memory"}
+    if reward_funcs is not None:
+        config, unnamed = _with_names(config, "reward", "functions", (), _listed(reward_funcs))
+        missing |= {"reward_funcs": ", ".join(unnamed)} if unnamed else {}
+    if tools is not None:
+        config, unnamed = _with_names(config, "environment", "tools", config.environment.tools, _listed(tools))
+        missing |= {"tools": ", ".join(unnamed)} if unnamed else {}
+    if environment_factory:
+        several = environment_factory if isinstance(environment_factory, Mapping) else {"": environment_factory}
+        names = {key: name_of(factory) for key, factory in several.items()}
+        if None in names.values():
+            missing["environment_factory"] = ", ".join(_shown(one) for one in several.values())
+        else:
+            config = _with(config, "environment", factory=names.get("", names))
+    return config, missing
+
+
+def name_of(function: Any) -> str | None:
+    """The name under which the settings find a function or class: built in, "file.py:name" or "module:name", with what
+    ``functools.partial`` binds in parentheses. None: it has none."""
+    if isinstance(function, str):
+        return function
+    layers = partial_layers(function)
+    inner = layers[-1]
+    bound: dict[str, Any] = {}
+    for layer in reversed(layers):
+        if isinstance(layer, partial):
+            if layer.args:
+                return None
+            bound |= layer.keywords
+    if (name := _plain_name(inner)) is None or not all(map(_is_literal, bound.values())):
+        return None
+    return name + (f"({', '.join(f'{key}={value!r}' for key, value in bound.items())})" if bound else "")
+
+
+def _plain_name(function: Any) -> str | None:
+    function = getattr(function, "recorded_as", function)  # of a wrapper that the trainer of TRL's scripts made
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    found = sys.modules.get(str(module))
+    file = getattr(found, "__file__", None) or ""
+    if getattr(found, name, None) is not function or (module == "__main__" and not _is_importable(file, name)):
+        return None
+    row = BUILTIN_REWARDS.get(name)
+    if row is not None and module == f"cohort.rewards.{row.module}":
+        return name
+    if module in file_modules():
+        return f"{file_modules()[module][0]}:{name}"
+    if "." not in str(module) and file.endswith(".py") and "site-packages" not in Path(file).parts:
+        return f"{Path(file).resolve()}:{name}"
+    return f"{module}:{name}"
+
+
+def _is_importable(script: str, name: str) -> bool:
+    """Whether importing a script only defines things, this name among them: it trains under ``if __name__ ==
+    "__main__"``."""
+    try:
+        body = ast.parse(Path(script).read_text(encoding="utf-8")).body
+    except (OSError, UnicodeDecodeError, SyntaxError):
+        return False
+    guards = [one for one in body if isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)]
+    texts = [one for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)]
+    defines = (
+        ast.Import,
+        ast.ImportFrom,
+        ast.FunctionDef,
+        ast.AsyncFunctionDef,
+        ast.ClassDef,
+        ast.Assign,
+        ast.AnnAssign,
+    )
+    bound = {bound for one in body if one not in guards for bound in bindings(one)}
+    return name in bound and bool(guards) and all(isinstance(one, defines) or one in (*guards, *texts) for one in body)
+
+
+def _is_literal(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, RecursionError):
+        return False
+
+
+def _named_data(given: Any) -> Any:
+    """Data as the settings name it; None for rows."""
+    if type(given) is dict:
+        sets = {name: _named_data(one) for name, one in given.items()}
+        return None if None in sets.values() else sets
+    listed = given if isinstance(given, list | tuple) else [given]
+    if not listed or not all(isinstance(one, str | os.PathLike | Source) for one in listed):
+        return None
+    if any(isinstance(one, Source) and not isinstance(one.path, str) for one in listed):
+        return None
+    if isinstance(given, str | os.PathLike):
+        return os.fspath(given)
+    return tuple(one if isinstance(one, Source) else Source(path=os.fspath(one)) for one in listed)
+
+
+def _with_names(
+    config: GRPOConfig, section: str, key: str, before: tuple[str, ...], given: list[Any]
+) -> tuple[GRPOConfig, list[str]]:
+    """The settings with the names of functions, and the functions without a name."""
+    names = [name_of(one) for one in given]
+    unnamed = [_shown(one) for one, name in zip(given, names, strict=True) if name is None]
+    return (config if unnamed else _with(config, section, **{key: (*before, *names)})), unnamed
+
+
+def _with(config: GRPOConfig, section: str, **values: Any) -> GRPOConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _shown(function: Callable[..., Any]) -> str:
+    inner = partial_layers(function)[-1]
+    name = getattr(inner, "__qualname__", type(inner).__name__)
+    return f"{name} of {getattr(inner, '__module__', type(inner).__module__)}"
+
+
+# ----------------------------------------
+# The facts about a run that are not settings, which its checkpoints store and a resumed run compares.
+
+
+NOT_COMPUTED = {"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id"}
+"""Entries of a model's config that its numbers do not depend on, or that saving changes."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def data_facts(
+    prompts: PromptLoader, rewards: RewardRunner, acting: Acting | None, config: GRPOConfig
+) -> dict[str, str]:
+    """What can be known without a model: prompts, columns, names, code, versions."""
+    builtin = _builtin_names(rewards)
+    packages = {row.package for row in BUILTIN_REWARDS.values() if row.package and row.name in builtin}
+    facts = {
+        "prompts": prompts.fingerprint,
+        "columns": entries(prompts.prompts.contents),
+        "rewards": ", ".join(rewards.names),
+        "code": entries(dict(_code(rewards, acting, config))),
+        "versions": versions([*sorted(packages), *(["peft"] if config.model.lora.wanted else [])]),
+    }
+    return facts | ({"tools": ", ".join(acting.names)} if acting else {})
+
+
+def model_facts(policy: Policy, model_config: Any, end_token_ids: tuple[int, ...], world: World) -> dict[str, str]:
+    """What the model computes beside the weights of a checkpoint: its config, frozen weights, precision and machine."""
+    config = {key: value for key, value in model_config.to_dict().items() if key not in NOT_COMPUTED and key[0] != "_"}
+    model = {"config": _hash(config), "end tokens": " ".join(map(str, end_token_ids))}
+    frozen = {name: weight for name, weight in policy.model.named_parameters() if not weight.requires_grad}
+    if frozen:
+        model["frozen weights"] = fingerprint(frozen)
+    return {
+        "model": entries(model),
+        "precision": str(policy.precision),
+        "threads": str(torch.get_num_threads()),
+        "ranks": str(world.size),
+        "machine": machine(policy.device) + ("" if policy.why_no_kernels() else ", native kernels"),
+    }
+
+
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """A hash of a model's weights, from the sum of each tensor's bits as integers: it tells one model from another."""
+    sums = []
+    for name, weight in weights.items():
+        bits = weight.detach().contiguous().flatten().view(_INTEGERS[weight.element_size()])
+        sums.append((name, list(weight.shape), int(bits.sum(dtype=torch.int64))))
+    return _hash(sums)
+
+
+def _code(rewards: RewardRunner, acting: Acting | None, config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """The hash of each piece of the user's code, by what it is."""
+    for name, function in zip(rewards.names, rewards.functions, strict=True):
+        model = partial_layers(function.call)[-1]
+        weights = fingerprint(model.model.state_dict()) if isinstance(model, RewardModel) else ""
+        yield f"reward {name}", code_hash(function.call) + weights
+    if acting:
+        for name, tool in acting.toolbox.items():
+            yield f"tool {name}", code_hash(tool.function)
+        for shape in acting.shapes.values():
+            yield f"environment {shape.name}", code_hash(shape.factory)
+    objective, environment = config.resolved_objective, config.environment
+    named: dict[str, Any] = {"history": environment.history, "parser": environment.parser}
+    named |= {"baseline": objective.baseline, "filter": config.data.filter}
+    if isinstance(objective.trust_region, Custom):
+        named["trust region"] = objective.trust_region.function
+    for name, spec in named.items():
+        if isinstance(spec, str) and ":" in spec:
+            yield name, named_code_hash(spec)
+
+
+def _builtin_names(rewards: RewardRunner) -> set[str]:
+    inner = (partial_layers(function.call)[-1] for function in rewards.functions)
+    return {one.__name__ for one in inner if getattr(one, "__module__", "").startswith("cohort.rewards.")}
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]

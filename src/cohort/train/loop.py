@@ -35,24 +35,19 @@ from cohort.rewards import TrainerState
 from cohort.rollout import Sampling
 from cohort.runs.folder import RunFolder
 from cohort.runs.models import check_saved
-from cohort.train.ahead import Ahead
-from cohort.train.check import CHECKED_COMPLETIONS, check_gap, like_trainer
-from cohort.train.clock import PhaseClock
-from cohort.train.context import StepContext
+from cohort.train.context import PhaseClock, StepContext
 from cohort.train.guard import NonFiniteLog
 from cohort.train.layout import Part, active_part, assign_advantages, lay_out, part_of, split_minibatches
-from cohort.train.logps import policy_logps
+from cohort.train.logps import CHECKED_COMPLETIONS, check_gap, like_trainer, policy_logps
 from cohort.train.memory import memory_metrics
-from cohort.train.metrics import policy_movement, rank_metrics, step_metrics
+from cohort.train.metrics import EACH_UPDATE, each_update, policy_movement, rank_metrics, step_metrics, term_norms
 from cohort.train.parts import TrainerParts
 from cohort.train.ranks import update_engine
-from cohort.train.rollout import Rollout
+from cohort.train.resume import save_instant, stop_point
+from cohort.train.rollout import Ahead, Rollout
 from cohort.train.sample import begin, begin_unfinished, place_after, trainer_state
-from cohort.train.stop import save_instant, stop_point
 from cohort.train.store import store_step
-from cohort.train.term_norms import term_norms
 from cohort.train.update import Check, NonFinite, update
-from cohort.train.update_metrics import EACH_UPDATE, each_update
 from cohort.types import TokenBatch
 
 

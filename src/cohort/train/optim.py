@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from cohort.config import OptimConfig
 from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError, out_of_memory
 from cohort.parallel import Layout
-from cohort.policy.finite import check_finite_weights
-from cohort.rollout.budget import free_bytes
+from cohort.policy.policy import check_finite_weights
+from cohort.rollout.backend import free_bytes
 from cohort.runs.tensors import fill, own
 from cohort.train.guard import GO_ON
 

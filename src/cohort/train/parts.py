@@ -1,37 +1,249 @@
-"""What a run is made of."""
+"""What a run is made of: its collaborators, and the state that changes from step to step."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import count, takewhile
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cohort.data import DataCursor, PromptLoader
+from cohort.errors import RunFolderError
 from cohort.evaluation import Best, Evaluation, Evaluator
-from cohort.objective import Objective
+from cohort.objective import (
+    Objective,
+    TokenStatistics,
+    applied_entropy_coefficient,
+    next_beta,
+    next_entropy_coefficient,
+)
 from cohort.parallel import Layout, World
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import Engine, Sampler
 from cohort.runs.checkpoints import Models, SavedState
 from cohort.runs.generators import random_state
-from cohort.train.adapt import Adaptive
-from cohort.train.ahead import Ahead
-from cohort.train.companion import Companion
 from cohort.train.first_save import FirstSave
+from cohort.train.layout import Part
 from cohort.train.memory import TokenBudget
 from cohort.train.optim import Optimizer
-from cohort.train.progress import Updates
 from cohort.train.ranks import sampler_copy
-from cohort.train.requests import Requests
-from cohort.train.rollout import Rollout, uses_rounds
-from cohort.train.unfinished import Unfinished
-from cohort.train.update import NonFinite, UpdateResult
+from cohort.train.rollout import Ahead, Rollout, Unfinished, uses_rounds
+from cohort.train.signals import Requests
+from cohort.train.update import NonFinite, Seen, UpdateResult, bits_of, of_bits
 from cohort.types import TokenBatch
+
+# ----------------------------------------
+# Weights of the objective that follow a target from update to update: the KL's and the entropy bonus's.
+
+
+@dataclass(slots=True)
+class Adaptive:
+    """Weights that follow a target; a weight without a target is constant. Part of a checkpoint."""
+
+    beta: float
+    entropy_coefficient: float
+    entropy: float | None = None
+    """Mean entropy in the last update."""
+
+    @classmethod
+    def of(cls, objective: Objective) -> Adaptive:
+        """The weights at the start of a run."""
+        return cls(objective.beta, objective.entropy.coefficient if objective.entropy else 0.0)
+
+    def applied_to(self, objective: Objective) -> Objective:
+        """The objective with the current weight of the KL."""
+        return objective if objective.kl.target is None else objective.replace(beta=self.beta)
+
+    def applied_entropy_coefficient(self, objective: Objective) -> float:
+        """The entropy bonus's weight in the next update."""
+        return applied_entropy_coefficient(objective.entropy, self.entropy_coefficient, self.entropy)
+
+    def after_update(self, objective: Objective, result: UpdateResult) -> None:
+        """Adapt to the entropy of an update."""
+        sums = result.statistics.sums
+        if sums["tokens"]:
+            self.entropy = sums["entropy"] / sums["tokens"]
+        if objective.entropy and self.entropy is not None:
+            self.entropy_coefficient = next_entropy_coefficient(
+                objective.entropy, self.entropy_coefficient, self.entropy
+            )
+
+    def after_step(self, objective: Objective, results: list[UpdateResult], completions: int) -> None:
+        """Adapt to the KL: its mean over the tokens of the step's last update."""
+        sums = results[-1].statistics.sums if results else {}
+        if "k3" in sums and sums["tokens"]:
+            self.beta = next_beta(objective.kl, self.beta, sums["k3"] / sums["tokens"], completions)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a checkpoint stores it."""
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of ``state_dict``."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+# ----------------------------------------
+# An object that goes along with a run on every rank, unlike callbacks, and keeps its state in the checkpoints.
+
+
+class Companion:
+    """Goes along with a run: ``GRPOTrainer.steps(companion=...)`` takes an object with these methods. This one does
+    nothing."""
+
+    asks_for_evaluations = False
+    """Whether the run evaluates after a step only when this object asks for it, even after the last step."""
+    initial_can_be_best = True
+    """Whether the initial model, which is evaluated before the first step, can be the best one."""
+
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
+        """An evaluation ended; a due checkpoint follows.
+
+        Args:
+            step: complete steps; 0 for the evaluation before the first.
+            evaluations: the evaluation of each set, "" if there is one.
+            metrics: theirs, ``eval/...``.
+        """
+
+    def updated(self, metrics: Mapping[str, Any]) -> None:
+        """A step's updates are made; a due evaluation and checkpoint follow. ``GRPOTrainer.evaluate_now`` may be called
+        here. A run that was stopped in this evaluation and resumed tells of the step again.
+
+        Args:
+            metrics: the step's, without those of its evaluation.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to hold, in types of JSON. Rank 0's is written."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what ``state_dict`` gave to the checkpoint that the run goes on from; empty if it gave nothing.
+
+        Raises:
+            RunFolderError: the state is that of another companion, which the run needs to continue.
+        """
+        if state:
+            raise RunFolderError(
+                "the run was begun with cohort.trl: continue it with the script or command that began it"
+            )
+
+
+# ----------------------------------------
+# How far a run is within a step, so that a checkpoint can be of the instant between any two updates.
+
+
+@dataclass(slots=True)
+class Updates:
+    """The updates of a step: what is done of them, and what they share. Part of a checkpoint that is written between
+    two of them."""
+
+    version_before: int
+    """``Policy.version`` before the first of them."""
+    results: list[UpdateResult] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    """Numbers, from 0, of those that were skipped because a value was not finite."""
+    old_logps_N: Tensor | None = None
+    """Of the batch, with the weights before the first update."""
+    ref_logps_N: Tensor | None = None
+    term_norms: dict[str, Any] = field(default_factory=dict)
+    """Metrics that were measured before the first update."""
+    seen: Seen | None = None
+    """What the updates have seen of the batch; None before ``share``."""
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Number of updates that were skipped."""
+        return len(self.skipped)
+
+    @property
+    def done(self) -> int:
+        """Updates that were made or skipped."""
+        return len(self.results) + self.num_nonfinite
+
+    def left(self, minibatches: Sequence[Part]) -> Sequence[Part]:
+        """The minibatches whose updates are still to be made."""
+        return minibatches[self.done :]
+
+    def resumed(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with the log-probs that were shared before the run was stopped."""
+        return replace(batch, old_logps_N=self.old_logps_N, ref_logps_N=self.ref_logps_N)
+
+    def share(self, batch: TokenBatch) -> TokenBatch:
+        """Remember what the updates share."""
+        self.old_logps_N, self.ref_logps_N = batch.old_logps_N, batch.ref_logps_N
+        self.seen = self.seen or Seen.nothing(batch)
+        return batch
+
+    def ended(self, outcome: UpdateResult | NonFinite) -> UpdateResult | NonFinite:
+        """Count an update. Returns its outcome without ``used``, whose tensors the record has no use for."""
+        if isinstance(outcome, NonFinite):
+            self.skipped.append(self.done)
+            return outcome
+        if self.seen is not None and outcome.used is not None:
+            self.seen.add(self.done, outcome.used, len(outcome.logps_N))
+        self.results.append(replace(outcome, used=None))
+        return self.results[-1]
+
+    def to_store(self) -> dict[str, Any]:
+        """Everything, in types that files hold."""
+        return {
+            "version_before": self.version_before,
+            "results": [_plain(result) for result in self.results],
+            "skipped": self.skipped,
+            "old_logps_N": _bits(self.old_logps_N),
+            "ref_logps_N": _bits(self.ref_logps_N),
+            "term_norms": self.term_norms,
+            "seen": self.seen and self.seen.to_store(),
+        }
+
+    @classmethod
+    def stored(cls, stored: Mapping[str, Any], device: torch.device) -> Updates:
+        """The inverse of ``to_store``.
+
+        Raises:
+            RunFolderError: another version of Cohort has stored them.
+        """
+        if set(stored) != {one.name for one in fields(cls)}:
+            raise RunFolderError(
+                "the newest checkpoint is of the middle of a step, and another version of Cohort wrote it: finish the "
+                "step with that version, or remove the checkpoint to go on from the one before"
+            )
+        values = dict(stored)
+        for name in ("old_logps_N", "ref_logps_N"):
+            values[name] = _of_bits(values[name], device)
+        values["seen"] = values["seen"] and Seen.stored(values["seen"], device)
+        values["results"] = [
+            UpdateResult(
+                **{
+                    **result,
+                    "statistics": TokenStatistics(**result["statistics"]),
+                    "logps_N": _of_bits(result["logps_N"], device),
+                }
+            )
+            for result in values["results"]
+        ]
+        return cls(**values)
+
+
+def _plain(result: UpdateResult) -> dict[str, Any]:
+    values = {one.name: getattr(result, one.name) for one in fields(result) if one.name != "used"}
+    statistics = {one.name: getattr(result.statistics, one.name) for one in fields(result.statistics)}
+    return values | {"statistics": statistics, "logps_N": _bits(result.logps_N)}
+
+
+def _bits(values_N: Tensor | None) -> tuple[str, Tensor] | None:
+    return None if values_N is None else bits_of(values_N)
+
+
+def _of_bits(bits: tuple[str, Tensor] | None, device: torch.device) -> Tensor | None:
+    return None if bits is None else of_bits(bits, device)
 
 
 def _nothing(*_: Any) -> None:

@@ -17,12 +17,10 @@ from cohort.parallel import together
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import TrainerState
 from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
-from cohort.train.ahead import Ahead, Place, Sampled
-from cohort.train.clock import PhaseClock
+from cohort.train.context import PhaseClock
 from cohort.train.parts import TrainerParts
 from cohort.train.ranks import may_draw_apart, reads_trained, sampler_copy, update_engine
-from cohort.train.rollout import Rollout, uses_rounds
-from cohort.train.unfinished import Unfinished
+from cohort.train.rollout import Ahead, Place, Rollout, Sampled, Unfinished, uses_rounds
 
 
 def begin(

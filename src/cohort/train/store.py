@@ -20,7 +20,7 @@ from cohort.runs.folder import RunFolder
 from cohort.runs.tables import UsedRows, advantage_columns, completion_columns, score_columns, time_columns, with_facts
 from cohort.train.context import StepContext
 from cohort.train.layout import Part, split_minibatches
-from cohort.train.progress import Updates
+from cohort.train.parts import Updates
 from cohort.train.rollout import Rollout
 from cohort.types import Group, TokenBatch
 

@@ -19,11 +19,10 @@ from torch import Tensor
 from cohort.errors import NonFiniteError, RankError, out_of_memory
 from cohort.objective import segment_sum
 from cohort.parallel import shares
-from cohort.parallel.shares import imbalance
+from cohort.parallel.world import imbalance
 from cohort.policy import CompletionStates, PackedRows, Policy, Prefixes
 from cohort.train.context import StepContext
-from cohort.train.cuts import Microbatch, Pack, copies, level, microbatches, packs
-from cohort.train.layout import Part
+from cohort.train.layout import Microbatch, Pack, Part, copies, level, microbatches, packs
 from cohort.types import TokenBatch
 
 

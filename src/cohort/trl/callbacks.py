@@ -24,7 +24,7 @@ from transformers.trainer_utils import speed_metrics
 from cohort.errors import ConfigError, RunFolderError, did_you_mean
 from cohort.evaluation import Evaluation
 from cohort.train import Companion
-from cohort.train.update_metrics import EACH_UPDATE
+from cohort.train.metrics import EACH_UPDATE
 from cohort.trl.checkpoints import note_best
 from cohort.trl.evaluation_loss import evaluation_loss
 from cohort.trl.logs import Window, evaluation_keys, numbers

@@ -74,7 +74,7 @@ class Window:
 
     def _next_entropy_coef(self, update: Numbers) -> float:
         """The coefficient after an update, which TRL logs; the update may have applied none (``entropy_coefficient``).
-        See ``cohort.train.adapt.Adaptive``."""
+        See ``cohort.train.parts.Adaptive``."""
         bonus = self._objective.entropy
         self._entropy = update.get("entropy", self._entropy)
         if bonus is not None and self._entropy is not None:

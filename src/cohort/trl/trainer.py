@@ -25,8 +25,7 @@ from cohort.policy import read_config
 from cohort.report.console.describe import announce
 from cohort.runs.checkpoints import load_weights
 from cohort.runs.starts import CONTINUED_BY
-from cohort.train.resume import RunEndedError
-from cohort.train.stop import with_resume_hint
+from cohort.train.resume import RunEndedError, with_resume_hint
 from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of, tell_evaluation
 from cohort.trl.checkpoints import begin, best_checkpoint, check_resumable, link

@@ -21,10 +21,18 @@ from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World, on_main
 from cohort.policy import Policy, context_length, named_weights, placeholder_ids
 from cohort.policy.device import release_memory
-from cohort.rollout.checks import check_finished, check_requests, describe_policy
-from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, TokenEvent, Watch
-from cohort.rollout.stops import StopStrings
-from cohort.rollout.trajectory import Trajectory
+from cohort.rollout.engine import (
+    Capabilities,
+    EndedTurn,
+    Engine,
+    Request,
+    TokenEvent,
+    Watch,
+    check_finished,
+    check_requests,
+    describe_policy,
+)
+from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.rollout.vllm.fleet import Fleet
 from cohort.rollout.vllm.server import Server, ServerError, WeightTransport
 from cohort.rollout.vllm.wire import GENERATE, DrawnTurn, WrongWeightsError, generate_request, read_answer
