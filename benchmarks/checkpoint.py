@@ -28,10 +28,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from cohort.config import OptimConfig
 from cohort.policy import Policy, Precision
-from cohort.runs import saving
-from cohort.runs.checkpoints import Models, SavedState, check_checkpoint, copied, load_checkpoint
+from cohort.runs import checkpoints
+from cohort.runs.checkpoints import Models, SavedState, check_checkpoint, copied, load_checkpoint, random_state
 from cohort.runs.folder import RunFolder
-from cohort.runs.generators import random_state
 from cohort.train import Optimizer
 
 
@@ -83,7 +82,7 @@ def measure(folder: Path, models: Models, optimizer: Optimizer, repeats: int) ->
         seconds["torch.save"].append(timed(lambda: plain(folder / "plain.pt", models, optimizer)))
         (folder / "plain.pt").unlink()
         start = time.perf_counter()
-        with mock.patch.object(saving, "copied", timing_copied(seconds["copy"])):
+        with mock.patch.object(checkpoints, "copied", timing_copied(seconds["copy"])):
             run.save_checkpoint(models, state)
         seconds["waiting"].append(time.perf_counter() - start)
         seconds["beyond"].append(seconds["waiting"][-1] - seconds["copy"][-1])
@@ -104,7 +103,7 @@ def measure(folder: Path, models: Models, optimizer: Optimizer, repeats: int) ->
 
 
 def timing_copied(seconds: list[float]) -> Callable[..., Any]:
-    """``saving.copied``, with its seconds appended to a list."""
+    """``checkpoints.copied``, with its seconds appended to a list."""
 
     def copy(*arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()

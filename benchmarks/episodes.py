@@ -38,11 +38,10 @@ from common import build_model, make_rows, make_tokenizer
 from cohort.config import EnvironmentConfig
 from cohort.environments import Step
 from cohort.environments.bridge import Bridge
-from cohort.environments.episode import EpisodeSampler
+from cohort.environments.episode import EpisodeSampler, TurnFormat
 from cohort.environments.host import Host
 from cohort.environments.shapes import find_environments
 from cohort.environments.tools import Toolbox
-from cohort.environments.turns import TurnFormat
 from cohort.policy import Policy, resolve_precision
 from cohort.rollout import EndedTurn, LocalEngine, Request, RNGKey, Sampling
 from cohort.types import Completion, FinishReason, Message, Prompt

@@ -110,7 +110,7 @@ def learn(turns: Turns, steps: int, path: Path) -> None:
 
 
 def trl_side(turns: Turns, path: Path | None, batch: int, continuous: bool) -> None:
-    from cohort.environments.calculator import calculator
+    from cohort.environments.tools import calculator
 
     ours, tokenizer = demo_config(), demo_tokenizer()
     tokenizer.response_template = RESPONSE_TEMPLATE

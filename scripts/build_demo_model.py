@@ -28,10 +28,9 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from cohort.demo.task import DIGITS, is_held_out, solution
 from cohort.demo.tool_task import Kind, numbers, question
-from cohort.environments.calculator import calculator
 from cohort.environments.calls import CallParser
 from cohort.environments.shapes import error_text
-from cohort.environments.tools import Toolbox
+from cohort.environments.tools import Toolbox, calculator
 
 FORGET_CARRY = 0.55
 EASY_SHARE = 0.65

@@ -1,37 +1,49 @@
-"""Sizes that keep the code readable: a function at most 60 lines (the loop excepted), a file 800, the loop's file 300.
+"""Whether each room is within its ceiling of code lines, from ``ceilings.toml`` beside this file.
 
-python scripts/check_limits.py
+    python scripts/check_limits.py
+
+A room above its ceiling has its present size as ``today``: it may fall, and not grow. Whoever makes it smaller lowers
+``today``, which goes with the ceiling's being reached.
 """
 
 from __future__ import annotations
 
-import ast
 import sys
+import tomllib
 from pathlib import Path
 
-MAX_FUNCTION, MAX_FILE, MAX_LOOP_FILE = 60, 800, 300
-SOURCE = Path(__file__).parents[1] / "src" / "cohort"
-LOOP = SOURCE / "train" / "loop.py"
+from count_code import ROOT, code_lines
+
+TABLE = Path(__file__).with_name("ceilings.toml")
 
 
-def offences(path: Path) -> list[str]:
-    """What in a file is longer than allowed. Lines of a function count from ``def`` to its end, docstring included."""
-    text = path.read_text(encoding="utf-8")
-    name, length = path.relative_to(SOURCE), len(text.splitlines())
-    limit = MAX_LOOP_FILE if path == LOOP else MAX_FILE
-    found = [f"{name}: {length} lines, at most {limit}"] if length > limit else []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
-            lines = node.end_lineno - node.lineno + 1
-            if lines > MAX_FUNCTION and not (path == LOOP and node.name == "run"):
-                found.append(f"{name}:{node.lineno}: {node.name} has {lines} lines, at most {MAX_FUNCTION}")
+def sizes() -> dict[str, int]:
+    """Code lines by room; a file beside the rooms is one by its name."""
+    found: dict[str, int] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        room = path.relative_to(ROOT).parts[0]
+        found[room] = found.get(room, 0) + code_lines(path.read_text(encoding="utf-8"))
     return found
 
 
 def main() -> int:
-    found = [offence for path in sorted(SOURCE.rglob("*.py")) for offence in offences(path)]
-    print("\n".join(found) or "sizes: ok")
-    return 1 if found else 0
+    """Print each line of the table that does not hold."""
+    left, wrong = sizes(), []
+    for name, row in tomllib.loads(TABLE.read_text(encoding="utf-8")).items():
+        rooms = row.get("rooms") or [room for room in left if room]  # the last row: all that is left
+        missing = [room for room in rooms if room not in left]
+        size = sum(left.pop(room, 0) for room in rooms)
+        limit = row.get("today", row["ceiling"])
+        print(f"{size:6,} of {limit:6,} (ceiling {row['ceiling']:6,})  {name}")
+        if missing:
+            wrong.append(f"{name}: there is no {', '.join(missing)} in src/cohort")
+        if size > limit:
+            wrong.append(f"{name}: {size:,} code lines, at most {limit:,}: make something else smaller or unnecessary")
+        elif size < limit and "today" in row:
+            rest = f"today = {size}" if size > row["ceiling"] else "no 'today'"
+            print(f"{name} has become smaller: give it {rest} in {TABLE.name}")
+    print("\n".join(wrong) or "sizes: ok")
+    return bool(wrong)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the tables of TRL's fields in docs/trl.md from ``cohort.trl.fields``, between two comments.
+"""Write the tables of TRL's fields in docs/trl.md from ``cohort.trl.config``, between two comments.
 
 Run ``python scripts/write_trl_fields.py``. With ``--check`` nothing is written, and the exit code is 1 if the page is
 not up to date.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cohort.config import GRPOConfig
-from cohort.trl.fields import FIELDS, Field
+from cohort.trl.config import FIELDS, Field
 
 PAGE = Path(__file__).parents[1] / "docs" / "trl.md"
 BEGIN, END = "<!-- fields: written by scripts/write_trl_fields.py -->", "<!-- end of fields -->"

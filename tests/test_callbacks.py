@@ -15,8 +15,8 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.callbacks import EVENTS, Callbacks, check_callback
 from cohort.errors import CallbackError, ConfigError, Stopped
 from cohort.parallel import World
-from cohort.runs.generators import random_state
-from cohort.runs.lines import as_json
+from cohort.runs.checkpoints import random_state
+from cohort.runs.durable import as_json
 from tests.conftest import each
 from tests.parallel.launching import on_ranks
 from tests.report.trackers.made import line, made_run

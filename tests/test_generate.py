@@ -19,11 +19,11 @@ from cohort.config import DataConfig, ModelConfig, RolloutConfig
 from cohort.data import PromptSet
 from cohort.environments import Step
 from cohort.generate import run as run_module
-from cohort.generate.show import InOrder, TextStream, record, write_stdout
+from cohort.generate.run import InOrder, TextStream, record, write_stdout
 from cohort.policy import load_policy, read_config
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampling, local_engine
 from cohort.rollout.trajectory import decode
-from cohort.runs.lines import as_json
+from cohort.runs.durable import as_json
 from cohort.types import Completion, FinishReason, Group
 from tests import warm
 from tests.conftest import DEMO_MODEL

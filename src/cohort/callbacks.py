@@ -30,8 +30,8 @@ from cohort.evaluation import Evaluation
 from cohort.parallel import on_main
 from cohort.report.console.tail import Tail
 from cohort.report.diagnosis import Diagnosis, Finding
-from cohort.rewards.scores import Scores
-from cohort.runs.generators import preserved
+from cohort.rewards.runner import Scores
+from cohort.runs.checkpoints import preserved
 from cohort.state import kept
 from cohort.train.rollout import Ahead, Rollout
 from cohort.types import Group, TokenBatch

@@ -13,7 +13,7 @@ from typing import Any
 from cohort.callbacks import Callbacks
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import Data, DataCursor, LengthLimit, PromptSet, load_sets, prompt_loader
-from cohort.data.chat import time_now, use_template
+from cohort.data.render import time_now, use_template
 from cohort.doctor import check_names, problem_lines
 from cohort.environments import Acting
 from cohort.errors import FIXABLE, CallbackError, DataError, NonFiniteError, RunFolderError
@@ -32,12 +32,12 @@ from cohort.policy import (
 from cohort.policy.device import use_deterministic_algorithms
 from cohort.report.console.describe import announce, describe_run
 from cohort.report.console.display import StepDisplay
-from cohort.report.console.lines import best_lines, evaluation_line
+from cohort.report.console.progress import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
+from cohort.runs.checkpoints import set_seed
 from cohort.runs.folder import RunFolder
-from cohort.runs.generators import set_seed
 from cohort.runs.models import check_writable, save_merged, save_model
 from cohort.runs.output import (
     Beginning,

@@ -5,7 +5,7 @@ from tokenizers import AddedToken, processors
 
 from cohort.config import DataConfig
 from cohort.data import PromptSet
-from cohort.data.guard import TurnTokens
+from cohort.data.render import TurnTokens
 from cohort.doctor.known import appended_end
 from cohort.errors import ConfigError
 from tests.conftest import each

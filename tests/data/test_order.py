@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from cohort.config import DataConfig, Source
 from cohort.data import DataCursor, LengthLimit, PromptSet, load_data, prompt_loader
 from cohort.data.load import Interleaving
-from cohort.data.loader import ReadPosition
-from cohort.data.streaming import StreamingLoader, buffer_shuffled
+from cohort.data.loader import ReadPosition, StreamingLoader, buffer_shuffled
 from cohort.errors import DataError
 from tests.conftest import each
 from tests.data.templates import byte_tokenizer

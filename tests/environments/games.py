@@ -7,8 +7,7 @@ from concurrent.futures import Future
 
 from cohort.config import EnvironmentConfig
 from cohort.environments.contract import Answer, Ended, EpisodeFailed
-from cohort.environments.episode import EpisodeSampler
-from cohort.environments.turns import TurnFormat
+from cohort.environments.episode import EpisodeSampler, TurnFormat
 from tests.rollout.test_local_engine import LetterTokenizer
 
 END = 1

@@ -2,7 +2,7 @@
 
 import time
 
-from cohort.environments.calculator import calculator
+from cohort.environments.tools import calculator
 from tests.conftest import each
 
 SYNTAX = "error: cannot read the expression; it may have numbers, + - * / // % ** and parentheses"

@@ -10,7 +10,7 @@ import pytest
 
 from cohort import watchdog
 from cohort.environments.contract import Answer, Ended, EpisodeFailed
-from cohort.environments.turns import TurnFormat, first_episode
+from cohort.environments.episode import TurnFormat, first_episode
 from cohort.errors import EpisodeError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch

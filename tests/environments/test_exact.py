@@ -9,7 +9,7 @@ import torch
 
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.train import assign_advantages, lay_out
 from cohort.types import Segment

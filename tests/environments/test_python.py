@@ -6,8 +6,7 @@ import shutil
 import pytest
 
 from cohort.environments.contract import EpisodeFailed
-from cohort.environments.python import LIMITS, python_tool
-from cohort.environments.tools import as_tool
+from cohort.environments.tools import LIMITS, as_tool, python_tool
 from cohort.errors import ConfigError, SandboxError
 from cohort.sandbox import Limits, Outcome, Result
 

@@ -12,10 +12,9 @@ import torch
 from datasets import Dataset
 
 from cohort.errors import ConfigError, DataError
-from cohort.evaluation.evaluate import WINDOW, Success
-from cohort.evaluation.totals import totals
-from cohort.report.console.lines import evaluation_line
-from cohort.rewards.scores import Scores
+from cohort.evaluation.evaluate import WINDOW, Success, totals
+from cohort.report.console.progress import evaluation_line
+from cohort.rewards.runner import Scores
 from cohort.types import FinishReason
 from tests.conftest import each
 from tests.train.harness import (

@@ -9,7 +9,7 @@ import torch
 
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.train import assign_advantages, lay_out, packs, update
 from cohort.types import Completion, FinishReason, Group, Prompt
 from tests.conftest import tiny_llama

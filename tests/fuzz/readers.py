@@ -31,12 +31,10 @@ from cohort.policy import read_config as model_config
 from cohort.report.compare import changed_facts, changed_settings, differences, read_whole
 from cohort.report.rollouts import StoredStep
 from cohort.rewards.names import split_spec
-from cohort.runs.checkpoints import load_checkpoint, saved_identity
+from cohort.runs.checkpoints import load_checkpoint, random_state, saved_identity, set_random_state
 from cohort.runs.chosen import model_of
-from cohort.runs.durable import check_whole, write_manifest
+from cohort.runs.durable import check_whole, write_file, write_manifest
 from cohort.runs.folder import RunFolder
-from cohort.runs.generators import random_state, set_random_state
-from cohort.runs.lines import write_file
 from cohort.runs.reading import damage_named, read_best
 from cohort.runs.rollouts import StoredRollout, encode_rollout, load_rollout, write_encoded
 from cohort.runs.starts import last_start

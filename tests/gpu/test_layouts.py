@@ -6,7 +6,7 @@ import torch
 from cohort.config import OptimConfig
 from cohort.parallel import Full, World
 from cohort.policy import Policy, Precision
-from cohort.runs.tensors import whole
+from cohort.runs.models import whole
 from cohort.train import Optimizer
 from tests.conftest import tiny_llama
 

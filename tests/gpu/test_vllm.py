@@ -9,9 +9,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from cohort.config import ModelConfig, VLLMConfig
 from cohort.policy import load_policy, named_weights
 from cohort.rollout import VLLMEngine
+from cohort.rollout.vllm.connect import ServerProbe
 from cohort.rollout.vllm.own_server import OwnServer
 from cohort.rollout.vllm.plugin import describe_server
-from cohort.rollout.vllm.probe import ServerProbe
 from cohort.rollout.vllm.transports import transport_of
 from tests.rollout.test_local_engine import LetterTokenizer
 from tests.rollout.vllm.test_real import PYTHON

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cohort.objective import PRESETS
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.train import NonFinite, UpdateResult, assign_advantages, lay_out, update
 from cohort.train.metrics import term_norms
 from tests.policy.plain import plain_rows

@@ -10,8 +10,7 @@ from cohort.errors import ConfigError
 from cohort.flags import LaunchFlags
 from cohort.launch import Job, job_of, rank
 from cohort.launch import job as job_module
-from cohort.launch.ends import LOG_HEADER, End, explain_failure, first_end, report
-from cohort.launch.job import check_gpus
+from cohort.launch.job import LOG_HEADER, End, check_gpus, explain_failure, first_end, report
 from tests.conftest import each
 
 TRAIN = ("train", "c.toml")

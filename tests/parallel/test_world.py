@@ -14,7 +14,7 @@ from cohort.errors import ConfigError, RankError, RewardError
 from cohort.parallel import Layout, Sharded, World, agreed, layout_of, on_main, shares, together
 from cohort.parallel import layout as layouts
 from cohort.parallel.world import imbalance
-from cohort.runs.tensors import own
+from cohort.runs.models import own
 from tests.parallel.launching import Ranks, on_ranks
 
 

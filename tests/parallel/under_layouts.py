@@ -21,7 +21,7 @@ from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.passes import PlainPasses, SharedPasses
 from cohort.policy.rows import PackedRows
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.runs.tensors import whole
+from cohort.runs.models import whole
 from cohort.train import Optimizer, StepContext, TokenBudget, part_of, update
 from cohort.types import Prompt
 from tests.conftest import tiny_llama

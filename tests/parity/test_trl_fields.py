@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cohort.trl import GRPOConfig
-from cohort.trl.config import defaults
-from cohort.trl.fields import FIELDS
+from cohort.trl.config import FIELDS, defaults
 
 from .oracle import trl
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import Trainer
 
-from cohort.trl.overrides import PRIVATE
+from cohort.trl.trainer import PRIVATE
 
 
 def test_every_private_method_of_trl_is_known():

@@ -10,9 +10,9 @@ from cohort.errors import RunFolderError
 from cohort.objective import PRESETS, Cause
 from cohort.policy import Policy, Precision
 from cohort.replay import coefficients_of
-from cohort.replay.coefficients import LEFT_OUT, Settings
 from cohort.replay.command import from_sampler, settings_of
-from cohort.replay.facts import Facts
+from cohort.replay.compare import LEFT_OUT, Settings
+from cohort.replay.stored import Facts
 from tests.conftest import tiny_llama
 from tests.replay.steps import FACTS, made_up_step, stored_step
 

@@ -8,9 +8,8 @@ import torch
 from cohort.errors import NonFiniteError
 from cohort.objective import PRESETS
 from cohort.replay import compare
-from cohort.replay.coefficients import Settings, coefficients_of
-from cohort.replay.command import from_sampler
-from cohort.replay.show import sentence
+from cohort.replay.command import from_sampler, sentence
+from cohort.replay.compare import Settings, coefficients_of
 from tests.replay.steps import made_up_step
 
 DEFAULT = PRESETS["default"].replace(scale="none")

@@ -7,8 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from cohort.errors import RunFolderError
-from cohort.replay.facts import Facts
-from cohort.replay.stored import read_step
+from cohort.replay.stored import Facts, read_step
 from cohort.runs.tables import write_table
 from tests.conftest import each
 from tests.replay.steps import CONFIG, FACTS, made_up_step

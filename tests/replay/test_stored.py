@@ -6,7 +6,7 @@ import torch
 
 from cohort.errors import RunFolderError
 from cohort.replay.stored import read_step
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.runs.tables import completion_columns, score_columns, with_facts, write_table
 from cohort.train import lay_out
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn

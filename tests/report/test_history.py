@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from cohort.errors import RunFolderError
-from cohort.report import files, history
+from cohort.report import history
 from cohort.report.history import RunHistory
 
 
@@ -132,7 +132,7 @@ def test_damage_is_named_up_to_a_limit(run):
 
 def test_files_are_read_up_to_a_limit(run, monkeypatch):
     monkeypatch.setattr(history, "MAX_LINES_FILE", 50)
-    monkeypatch.setattr(files, "MAX_FILE", 10)
+    monkeypatch.setattr(history, "MAX_FILE", 10)
     metrics, damaged = metrics_of(run, '{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4}\n{"step": 5}\n')
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
     assert damaged == [

@@ -17,15 +17,14 @@ import pytest
 from cohort.errors import RunFolderError
 from cohort.lock import Lock
 from cohort.report.diagnosis import Finding, Level
-from cohort.report.diagnosis.checks import CHECKS
+from cohort.report.diagnosis.diagnosis import CHECKS
 from cohort.report.history import RunHistory
-from cohort.report.page import findings, sections, write_report
+from cohort.report.page import sections, write_report
 from cohort.report.page.blocks import clipped, pack
 from cohort.report.page.charts import charts_of, run_curves
-from cohort.report.page.render import CONTROL, script_json
-from cohort.report.page.sample import choose_completions, choose_steps, rank_groups
+from cohort.report.page.microscope import choose_completions, choose_steps, rank_groups, read_vocabulary
 from cohort.report.page.sections import evaluations, run_state, settings_table, timing
-from cohort.report.page.tokens import read_vocabulary
+from cohort.report.page.write import CONTROL, script_json
 from tests.report.made_runs import WORDS, completions, make_run, metrics
 
 HOSTILE = "<script>alert(1)</script></script><!--\u2028\u202e\x1b[31m\x00\u0645\u0631\u062d\u0628\u0627 \ud800&amp;\"'{{ 7*7 }}"
@@ -382,14 +381,14 @@ def test_findings_are_marked_on_the_curves_that_they_are_about(tmp_path: Path) -
     checks = {check.name: check.metrics for check in CHECKS}
     names = ("kl_fast", "clipped", "end_token", "evaluation_falls")
     found = [Finding(name, Level.NOTE, 4, "better", begin=2, metrics=checks[name]) for name in names]
-    assert (findings.opening_step(found), findings.is_ill(found)) == (None, False)
+    assert (sections.opening_step(found), sections.is_ill(found)) == (None, False)
     ended = Finding("collapse", Level.ALARM, 3, "over", begin=3, end=4)
     alarms = [Finding("collapse", level, 5, "bad", begin=5) for level in (Level.WARNING, Level.ALARM)]
-    assert (findings.opening_step([ended]), findings.is_ill([ended])) == (None, False)
-    assert (findings.opening_step(alarms[:1]), findings.is_ill(alarms[:1])) == (None, True)
-    assert (findings.opening_step([alarms[1], ended]), findings.is_ill(alarms)) == (5, True)
+    assert (sections.opening_step([ended]), sections.is_ill([ended])) == (None, False)
+    assert (sections.opening_step(alarms[:1]), sections.is_ill(alarms[:1])) == (None, True)
+    assert (sections.opening_step([alarms[1], ended]), sections.is_ill(alarms)) == (5, True)
     found[0] = replace(found[0], worst=Finding("kl_fast", Level.ALARM, 3, "it was bad"))
-    marked = findings.marks(history, found)
+    marked = sections.marks(history, found)
     assert [one["keys"] for one in marked] == [
         ["kl/k3"],
         ["tokens/clipped_low_share"],
@@ -397,7 +396,7 @@ def test_findings_are_marked_on_the_curves_that_they_are_about(tmp_path: Path) -
         ["reward/mean", "eval/x/reward/mean"],
     ]
     assert [(one["step"], one["level"]) for one in marked[:2]] == [(2, "alarm"), (2, "note")]
-    assert [one["worst"] for one in findings.listed(found)][:2] == ["Worst, alarm at step 3: it was bad", ""]
+    assert [one["worst"] for one in sections.listed(found)][:2] == ["Worst, alarm at step 3: it was bad", ""]
 
 
 def seeds(folder: Path) -> list[Path]:

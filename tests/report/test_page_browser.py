@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from cohort.report.page import write_report
-from cohort.report.smooth import loess
+from cohort.report.series import loess
 from tests.report.made_runs import completions, make_run
 from tests.report.test_page import seeds
 

@@ -8,10 +8,8 @@ import pytest
 
 from cohort.cli import main
 from cohort.errors import ConfigError
-from cohort.report.labels import words_for
 from cohort.report.plot import Look, describe, figure, save
-from cohort.report.series import curve
-from cohort.report.smooth import loess
+from cohort.report.series import curve, loess, words_for
 from tests.conftest import each
 from tests.report.made import history, rewards
 

@@ -15,11 +15,11 @@ from cohort.report.series import (
     curve,
     grouped,
     interval,
+    loess,
     means_of_groups,
     over_seeds,
     positions,
 )
-from cohort.report.smooth import loess
 from tests.conftest import each
 from tests.report.made import history, rewards
 

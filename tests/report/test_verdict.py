@@ -12,11 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from cohort.errors import CohortError
-from cohort.report.evidence import evaluated_at, per_prompt, value_at
 from cohort.report.history import RunHistory
 from cohort.report.plot import Look, figure, save
 from cohort.report.series import AXES, Group, curve, grouped, over_seeds
-from cohort.report.verdict import common_metrics, conclusions, verdict, verdicts
+from cohort.report.verdict import common_metrics, conclusions, evaluated_at, per_prompt, value_at, verdict, verdicts
 from tests.report.made import history, rewards
 
 KEY = "eval/reward/mean"

@@ -9,9 +9,18 @@ from hypothesis import strategies as st
 
 from cohort.errors import RewardError
 from cohort.rewards import BUILTIN_REWARDS, resolve_reward
-from cohort.rewards.length import cosine_length, soft_overlong
 from cohort.rewards.messages import completion_text, turn_text, whole_text
-from cohort.rewards.text import exact_match, fuzzy_match, json_schema, language, regex, repetition_penalty, think_format
+from cohort.rewards.text import (
+    cosine_length,
+    exact_match,
+    fuzzy_match,
+    json_schema,
+    language,
+    regex,
+    repetition_penalty,
+    soft_overlong,
+    think_format,
+)
 from tests.rewards.conftest import rollout
 
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from cohort.errors import RewardError
 from cohort.rewards import resolve_reward, reward
-from cohort.rewards.answers import final_answer
-from cohort.rewards.mathematics import final_number, gsm8k, math, read_gold, reasoning_answer
-from cohort.rewards.values import number_of
+from cohort.rewards.mathematics import final_answer, final_number, gsm8k, math, number_of, read_gold, reasoning_answer
 from tests.conftest import GSM8K, each
 from tests.rewards.conftest import rollout
 

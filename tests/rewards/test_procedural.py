@@ -8,7 +8,7 @@ import pytest
 from cohort.data import load_rows
 from cohort.errors import RewardError
 from cohort.rewards import RewardRunner, resolve_reward
-from cohort.rewards.procedural import EVALUATED, READ_AS_LITERALS, READ_AS_SUMS, reasoning_gym
+from cohort.rewards.text import EVALUATED, READ_AS_LITERALS, READ_AS_SUMS, reasoning_gym
 from cohort.types import Group
 from tests.rewards.conftest import completion, prompt
 

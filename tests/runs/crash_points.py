@@ -15,10 +15,9 @@ import torch
 from cohort.config import OptimConfig
 from cohort.config.schema import RunConfig
 from cohort.policy import Policy, Precision, load_tokenizer
-from cohort.runs.checkpoints import Models, SavedState, load_checkpoint
+from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, random_state
 from cohort.runs.durable import check_whole, recover
 from cohort.runs.folder import RunFolder
-from cohort.runs.generators import random_state
 from cohort.train import Optimizer
 from tests.conftest import DEMO_MODEL, tiny_llama
 

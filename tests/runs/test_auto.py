@@ -7,10 +7,9 @@ import pytest
 from cohort.cli import main
 from cohort.config import GRPOConfig, to_toml
 from cohort.errors import RunFolderError
-from cohort.runs.anew import clear
 from cohort.runs.folder import RunFolder
 from cohort.runs.output import Beginning, find_run
-from cohort.runs.starts import Start
+from cohort.runs.starts import Start, clear
 from tests.conftest import DEMO_MODEL
 
 

@@ -6,9 +6,8 @@ import pytest
 
 from cohort import GRPOConfig
 from cohort.errors import ConfigError, RunFolderError
-from cohort.runs.changes import check_keys, fact_changes, refuse, setting_changes
+from cohort.runs.changes import check_keys, entries, fact_changes, refuse, setting_changes
 from cohort.runs.changes import describe as describe_changes
-from cohort.runs.facts import entries
 from tests.conftest import each
 
 FACTS = {

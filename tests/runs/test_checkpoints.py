@@ -16,10 +16,9 @@ from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
 from cohort.parallel import World
 from cohort.policy import Policy, Precision
-from cohort.runs import saving
-from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, load_weights
+from cohort.runs import checkpoints
+from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, load_weights, random_state
 from cohort.runs.folder import RunFolder
-from cohort.runs.generators import random_state
 from cohort.runs.models import check_saved, save_model
 from cohort.train import Optimizer, loop
 from tests.conftest import tiny_llama
@@ -143,7 +142,7 @@ def test_a_run_checks_its_last_checkpoint_and_the_best_model(demo_tokenizer, tmp
     [({}, [1, 2, 3, 4, 5]), ({"save_total_limit": 2}, [4, 5]), ({"save_total_limit": 1, "keep_every": 2}, [2, 4, 5])],
 )
 def test_which_checkpoints_are_kept(tmp_path, monkeypatch, settings, kept):
-    monkeypatch.setattr(saving, "write_content", lambda folder, content, **_: None)
+    monkeypatch.setattr(checkpoints, "write_content", lambda folder, content, **_: None)
     folder = RunFolder(tmp_path, RunConfig(**settings))
     for step in range(1, 6):
         folder._write_checkpoint(SimpleNamespace(step=step), World())
@@ -178,7 +177,7 @@ def test_a_checkpoint_that_is_written_beside_the_next_step_has_the_weights_of_it
     demo_tokenizer, tmp_path, monkeypatch
 ):
     trainer, going = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, save_steps=1), Event()
-    replaced, update = saving.replaced, trainer.optimizer.step
+    replaced, update = checkpoints.replaced, trainer.optimizer.step
 
     def late(target):
         assert target.name != "step-1" or going.wait(30)
@@ -190,7 +189,7 @@ def test_a_checkpoint_that_is_written_beside_the_next_step_has_the_weights_of_it
             going.set()
         return norm
 
-    monkeypatch.setattr(saving, "replaced", late)
+    monkeypatch.setattr(checkpoints, "replaced", late)
     trainer.optimizer.step = step
     steps = trainer.steps()
     next(steps)
@@ -202,9 +201,9 @@ def test_a_checkpoint_that_is_written_beside_the_next_step_has_the_weights_of_it
 
 def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(demo_tokenizer, tmp_path, monkeypatch, caplog):
     """And if the disk fails then, after the next step."""
-    monkeypatch.setattr(saving, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(checkpoints, "free_bytes", lambda _: 1000)
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, save_steps=2)
-    real, steps = saving.replaced, []
+    real, steps = checkpoints.replaced, []
 
     def fails_once(target):
         steps.append(target.name)
@@ -212,7 +211,7 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(demo_tokenize
             raise DiskError("cannot write") from OSError(28, "No space left on device")
         return real(target)
 
-    monkeypatch.setattr(saving, "replaced", fails_once)
+    monkeypatch.setattr(checkpoints, "replaced", fails_once)
     for metrics in trainer.steps():
         assert trainer.folder.checkpoint_steps() == list(range(3, metrics["step"] + 1))
     assert steps == ["step-2", "step-3", "step-4"]

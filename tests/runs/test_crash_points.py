@@ -10,7 +10,7 @@ from safetensors.numpy import save
 
 from cohort.config.schema import RunConfig
 from cohort.parallel import World
-from cohort.runs import durable, lines, saving
+from cohort.runs import checkpoints, durable
 from cohort.runs.checkpoints import LOOP, OPTIMIZER
 from cohort.runs.folder import RunFolder
 
@@ -76,12 +76,12 @@ def write_small(folder, content, *, write):
     (folder / "config.json").write_text("{}")
     (folder / OPTIMIZER).parent.mkdir(exist_ok=True)
     files = {OPTIMIZER: save({}), LOOP: json.dumps(STATE | content.loop).encode()}
-    durable.write_manifest(folder, {name: lines.write_file(folder / name, [data]) for name, data in files.items()})
+    durable.write_manifest(folder, {name: durable.write_file(folder / name, [data]) for name, data in files.items()})
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
 def test_a_crash_between_any_two_operations(tmp_path, monkeypatch, again):
-    monkeypatch.setattr(saving, "write_content", write_small)
+    monkeypatch.setattr(checkpoints, "write_content", write_small)
     folder = RunFolder(tmp_path / "run", RunConfig(save_total_limit=1))
     old, new = {"step": 1, "written": 1}, {"step": 1 if again else 2, "written": 2}
     for target in (folder.checkpoint(1), folder.best):

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from cohort.errors import RunFolderError
-from cohort.runs import lines
-from cohort.runs.durable import MANIFEST, check_whole, recover, replaced, write_manifest
-from cohort.runs.lines import write_atomically, write_file
+from cohort.runs import durable
+from cohort.runs.durable import MANIFEST, check_whole, recover, replaced, write_atomically, write_file, write_manifest
 
 
 def whole_folder(path):
@@ -108,7 +107,7 @@ def test_two_writers_of_one_file_wait_for_each_other(tmp_path, monkeypatch):
             others[0].start()
             others[0].join(0.1)  # it would have ended, and taken the first one's file with it
 
-    monkeypatch.setattr(lines, "write_file", write)
+    monkeypatch.setattr(durable, "write_file", write)
     (tmp_path / "report.html.part").write_text("left by a killed process")
     write_atomically(report, "first")
     others[0].join()

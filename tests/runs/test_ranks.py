@@ -11,11 +11,9 @@ from cohort.config.schema import RunConfig
 from cohort.errors import RunFolderError
 from cohort.parallel import World, layout_of, together
 from cohort.policy import Policy, Precision
-from cohort.runs.checkpoints import Models, SavedState, load_checkpoint
+from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, random_state
 from cohort.runs.folder import RunFolder
-from cohort.runs.generators import random_state
-from cohort.runs.models import check_saved
-from cohort.runs.tensors import named_weights, whole
+from cohort.runs.models import check_saved, named_weights, whole
 from cohort.train import Optimizer
 from tests.conftest import tiny_llama
 from tests.parallel.launching import on_ranks

@@ -12,9 +12,9 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
 from cohort.config import apply_overrides, setting_names
 from cohort.errors import RunFolderError
-from cohort.runs import facts
+from cohort.runs import changes
 from cohort.runs.folder import RunFolder
-from cohort.runs.settings import with_whole_names
+from cohort.runs.trust import with_whole_names
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.train.harness import digits_reward, untimed_metrics_of
 
@@ -191,7 +191,7 @@ def changed_reward(monkeypatch):
 
 
 def changed_version(monkeypatch):
-    monkeypatch.setattr(facts, "version", lambda name: "0.1" if name == "torch" else version(name))
+    monkeypatch.setattr(changes, "version", lambda name: "0.1" if name == "torch" else version(name))
 
 
 def changed_model(monkeypatch):

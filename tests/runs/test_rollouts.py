@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from cohort.errors import RunFolderError
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.runs.rollouts import StoredRollout, Unstorable, encode_rollout, load_rollout, write_encoded
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 

@@ -8,7 +8,7 @@ import pytest
 
 from cohort.cli import main
 from cohort.config import DataConfig
-from cohort.data import PromptSet, chat
+from cohort.data import PromptSet, render
 from cohort.errors import ConfigError
 from cohort.evaluation import command
 from cohort.generate.request import Request
@@ -26,7 +26,7 @@ NOW = "{{ strftime_now('%H:%M:%S') }}"
 def clock(monkeypatch):
     """A second passes whenever somebody looks."""
     seconds = itertools.count(1)
-    for module in ("cohort.data.chat", "cohort.trainer", "cohort.evaluation.command"):
+    for module in ("cohort.data.render", "cohort.trainer", "cohort.evaluation.command"):
         monkeypatch.setattr(f"{module}.time_now", lambda: f"2026-01-02T03:04:{next(seconds):02}")
 
 
@@ -92,7 +92,7 @@ def test_a_template_without_the_time_has_none(demo_tokenizer, tmp_path):
 )
 def test_any_way_to_ask_for_the_time(template):
     tokenizer = byte_tokenizer(template + CHATML)
-    assert chat.use_template(tokenizer, None, "2031-12-24T00:00:00") == "2031-12-24T00:00:00"
+    assert render.use_template(tokenizer, None, "2031-12-24T00:00:00") == "2031-12-24T00:00:00"
     (prompt,) = PromptSet([{"prompt": "x"}], tokenizer, DataConfig(format="chat"))[:]
     assert prompt.text.startswith("24/December<|im_start|>user")
 

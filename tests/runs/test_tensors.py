@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from cohort.errors import NonFiniteError, RunFolderError
-from cohort.runs.tensors import DTYPES, fill, named_weights, read_tensors, write_tensors
+from cohort.runs.models import DTYPES, fill, named_weights, read_tensors, write_tensors
 from tests.conftest import tiny_llama
 
 

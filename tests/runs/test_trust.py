@@ -16,9 +16,8 @@ from cohort.evaluation.command import Request
 from cohort.runs import trust
 from cohort.runs.chosen import run_of
 from cohort.runs.folder import RunFolder
-from cohort.runs.settings import with_overrides_of_start
 from cohort.runs.starts import Start
-from cohort.runs.trust import Code, check_code, check_files, code_in, remember
+from cohort.runs.trust import Code, check_code, check_files, code_in, remember, with_overrides_of_start
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cohort.sandbox import Limits, Outcome, Program, Sandbox
-from cohort.sandbox.syscalls import DENIED
+from cohort.sandbox.process import DENIED
 from tests.sandbox.needs import needs_bwrap
 
 pytestmark = needs_bwrap

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from cohort.errors import SandboxError
-from cohort.sandbox.syscalls import DENIED, system_call_filter
+from cohort.sandbox.process import DENIED, system_call_filter
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

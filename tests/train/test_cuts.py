@@ -9,7 +9,7 @@ import torch
 from cohort.objective import PRESETS
 from cohort.parallel import World
 from cohort.policy import Policy
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.train import assign_advantages, lay_out, packs, part_of, sweep
 from cohort.train.layout import copies, microbatches
 from cohort.types import Completion, FinishReason, Group, Prompt, Segment, Support

@@ -22,7 +22,7 @@ from cohort.policy.choose import find_head
 from cohort.policy.device import forced_kind
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import SharedPasses
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
 from cohort.rollout.lean import LeanBackend
 from cohort.rollout.runner import BackendRunner

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.objective import PRESETS
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.train import active_part, assign_advantages, lay_out, packs, part_of, split_minibatches
 from cohort.train.layout import microbatches
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn

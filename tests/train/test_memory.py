@@ -16,8 +16,8 @@ from cohort.parallel import World
 from cohort.policy import Policy, Precision, attention, enable_checkpointing, pieces
 from cohort.policy.device import keep_freed_memory
 from cohort.rollout import LocalEngine
-from cohort.runs import checkpoints, saving
-from cohort.runs.tensors import read_tensors
+from cohort.runs import checkpoints
+from cohort.runs.models import read_tensors
 from cohort.train import Optimizer, TokenBudget, UpdateResult, find_budget, update
 from cohort.train.memory import LiveBytes, memory_metrics, peak_bytes
 from tests.conftest import tiny_llama
@@ -482,7 +482,7 @@ def test_no_memory_for_the_optimizer_s_state_is_known_at_once(demo_tokenizer, tm
 
 def test_a_checkpoint_without_memory_for_it_is_written_later(demo_tokenizer, tmp_path, monkeypatch, caplog):
     """Memory runs out for the copy of the first one, and while the second one is written."""
-    out_once(monkeypatch, saving, "copied")
+    out_once(monkeypatch, checkpoints, "copied")
     out_once(monkeypatch, checkpoints, "write_tensors", 2)
     monkeypatch.setattr("cohort.runs.writer.RETRY_SECONDS", 0.01)
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, save_steps=1).train()

@@ -8,7 +8,7 @@ import torch
 
 from cohort.objective import PRESETS, TokenStatistics, k3
 from cohort.policy import Policy
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.train import UpdateResult
 from cohort.train.layout import lay_out
 from cohort.train.metrics import policy_movement, reward_metrics, step_metrics, value_metrics

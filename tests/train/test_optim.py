@@ -16,7 +16,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from cohort.config import OptimConfig
 from cohort.config.optim import ARGUMENTS, LRSchedule
 from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError
-from cohort.runs.tensors import read_tensors, write_tensors
+from cohort.runs.models import read_tensors, write_tensors
 from cohort.train import Optimizer
 from tests.conftest import tiny_llama
 

@@ -10,7 +10,7 @@ import torch
 from cohort.errors import NonFiniteError, PolicyMismatchError
 from cohort.objective import PRESETS
 from cohort.rewards import RewardRunner
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.rollout import Capabilities, RNGKey, Sampling
 from cohort.train import Rollout, assign_advantages, lay_out
 from cohort.types import Completion, FinishReason, Group, Prompt, Support

@@ -7,7 +7,7 @@ import torch
 
 from cohort.config import OptimConfig
 from cohort.policy import Policy, Precision
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.rollout import Sampling
 from cohort.train import (
     Optimizer,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cohort.errors import ConfigError, DataError
-from cohort.trl.batch import Batch
+from cohort.trl.config import Batch
 from tests.conftest import each
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cohort.callbacks import ScoredRollout
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.trl import GRPOConfig, GRPOTrainer
-from cohort.trl.completions import CompletionTables, LastRollout
+from cohort.trl.logs import CompletionTables, LastRollout
 from cohort.types import Completion, FinishReason, Group, Prompt
 from tests.conftest import tiny_llama
 from tests.train.harness import ROWS, digits_reward

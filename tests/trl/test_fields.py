@@ -16,9 +16,8 @@ from transformers.integrations import integration_utils
 
 from cohort.config import GRPOConfig as Settings
 from cohort.errors import ConfigError
-from cohort.trl import GRPOConfig, batch, callbacks, completions, hub, trainer
-from cohort.trl.config import defaults
-from cohort.trl.fields import FIELDS, RENAMED
+from cohort.trl import GRPOConfig, callbacks, checkpoints, config, logs, trainer
+from cohort.trl.config import FIELDS, RENAMED, defaults
 from cohort.trl.translate import translate
 from tests.conftest import each
 
@@ -178,7 +177,7 @@ def test_a_field_with_the_same_meaning_gives_its_value_to_the_setting(name: str)
 
 
 def test_a_field_that_is_no_setting_is_read_by_the_trainer_or_by_transformers_callbacks():
-    modules = [trainer, callbacks, hub, batch, completions, trainer_callback, integration_utils]
+    modules = [trainer, callbacks, checkpoints, config, logs, trainer_callback, integration_utils]
     read = set(re.findall(r"\bargs\.(\w+)", "".join(map(inspect.getsource, modules))))
     others = {name for name in of_verdict("same") if not is_setting(FIELDS[name].to)}
     by_others = {"tf32", "do_train", "do_eval", "do_predict", "resume_from_checkpoint"}

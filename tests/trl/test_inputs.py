@@ -8,7 +8,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from cohort.errors import CohortError, ConfigError, RewardError
 from cohort.trl import GRPOConfig, GRPOTrainer
-from cohort.trl.hub import create_repo
+from cohort.trl.checkpoints import create_repo
 from tests.conftest import DEMO_MODEL
 
 MODEL = str(DEMO_MODEL)

@@ -17,11 +17,9 @@ from cohort.errors import ConfigError
 from cohort.presets.parts import KL, BatchStd, EntropyBonus, GroupStd, MismatchWeight, OffPolicyMask
 from cohort.presets.trust_regions import SAPO, Cap, Gamma, PPOClip
 from cohort.trl import GRPOConfig
-from cohort.trl.batch import Batch
-from cohort.trl.fields import FIELDS
-from cohort.trl.layout import layout_of
+from cohort.trl.config import FIELDS, Batch
 from cohort.trl.notice import GATES, differences
-from cohort.trl.translate import in_trl_terms, translate
+from cohort.trl.translate import in_trl_terms, layout_of, translate
 from tests.conftest import each
 
 

@@ -12,25 +12,7 @@ from collections.abc import Sequence
 from cyclopts import CycloptsError, UnknownOptionError
 from cyclopts.token import Token
 
-from cohort.cli import (  # noqa: F401  (commands)
-    diagnose,
-    diff,
-    docs,
-    doctor,
-    explain,
-    export,
-    models,
-    new,
-    plot,
-    replay,
-    report,
-    resuming,
-    saving,
-    track,
-    training,
-    verify,
-    watch,
-)
+from cohort.cli import explain, models, runs, training  # noqa: F401  (commands)
 from cohort.cli.app import app
 from cohort.errors import STOPPED, CohortError, RankError, StepError, Stopped, TrackerError
 from cohort.watchdog import dumps_on_quit, save_signal_ignored

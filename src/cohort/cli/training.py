@@ -1,18 +1,218 @@
-"""Commands that train: demo, train, launch."""
+"""Commands that train: demo, train, resume, launch, save. What they share comes first."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from cohort.cli.app import ANY_TEXT, STARTED, app
-from cohort.cli.resuming import resume
-from cohort.cli.start import ALLOW_CHANGED, TRUST, run_training
-from cohort.errors import ConfigError
+from cohort.errors import ConfigError, RunFolderError, Stopped
 from cohort.flags import LaunchFlags
+from cohort.terminal import output_outlasted
+
+if TYPE_CHECKING:
+    from cohort.config import GRPOConfig
+    from cohort.runs.output import Resume
+    from cohort.runs.starts import Start
+    from cohort.trainer import GRPOTrainer
+
+
+# ----------------------------------------
+# What ``cohort train`` and ``cohort resume`` share: make the trainer, train, and print what was reached.
+
+
+TRUST = Annotated[str | None, Parameter(metavar="RUN")]
+ALLOW_CHANGED = Annotated[Sequence[str], Parameter(name="--allow-changed", metavar="KEY")]
+
+
+@output_outlasted()
+def run_training(
+    settings: GRPOConfig,
+    resume: Resume,
+    allow_changed: Sequence[str] = (),
+    *,
+    overrides: tuple[str, ...] = (),
+    missing: Mapping[str, str] | None = None,
+) -> None:
+    """Train, and print what was reached.
+
+    Args:
+        settings: the settings.
+        resume, allow_changed: as ``GRPOTrainer.train``.
+        overrides: the settings that the command line gave, by name.
+        missing: what a run that was begun in Python has no name for.
+    """
+    from cohort.parallel import World, on_main
+    from cohort.runs.output import Beginning, closed_on_error, find_folder
+    from cohort.runs.starts import Start
+
+    world = World.of_environment(timeout=settings.parallel.rank_timeout)
+    folder, beginning = find_folder(settings, world, resume, allow_changed)
+    if beginning is Beginning.COMPLETE:
+        print(f"{settings.run.output_dir} is complete")
+        return
+    with closed_on_error(folder):
+        start = Start(overrides=overrides, missing=missing or {})
+        checkpoint = None
+        if beginning is Beginning.RESUMED:
+            checkpoint = folder.checkpoint(on_main(world, partial(folder.check_resumable, settings, allow_changed)))
+        trainer = _trainer(settings, start, checkpoint)
+        trainer.began_as(start, settings, folder, beginning)
+    trainer.started = STARTED
+    try:
+        summary = trainer.train(resume=resume, allow_changed=allow_changed)
+    except Stopped:
+        trainer.world.close()
+        raise
+    except KeyboardInterrupt as interrupt:
+        interrupt.args = (_state_after_interrupt(trainer),)
+        raise
+    trainer.world.close()
+    if settings.report.progress and trainer.world.is_main:
+        updates = f"{summary['updates']} update{'s' * (summary['updates'] != 1)}"
+        print(
+            f"done: {updates} on {summary['completions']:,} completions; {summary['seconds']:.0f} s"
+            f"{' since it was resumed' if checkpoint else ''}; run folder: {summary['output_dir']}"
+        )
+        if not summary["updates"]:
+            from cohort.report.diagnosis import why_no_gradient
+
+            print(f"nothing was learned; {why_no_gradient(trainer.last_metrics)}")
+
+
+def _trainer(config: GRPOConfig, started_by: Start, checkpoint: Path | None) -> GRPOTrainer:
+    """The trainer of settings that name model, data and rewards.
+
+    Args:
+        config: the settings.
+        started_by: how the process was started. What a resumed run has no name for is read from its checkpoint.
+        checkpoint: that of a run that goes on.
+
+    Raises:
+        CohortError: as ``GRPOTrainer``.
+    """
+    from cohort.policy import load_tokenizer
+    from cohort.trainer import GRPOTrainer
+
+    model, tokenizer = None, None
+    if checkpoint:
+        model = checkpoint if "model" in started_by.missing else None
+        if "processing_class" in started_by.missing:
+            tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=config.model.trust_remote_code)
+    return GRPOTrainer(model, args=config, processing_class=tokenizer)
+
+
+def _state_after_interrupt(trainer: GRPOTrainer) -> str:
+    """What an interrupted run has written, and how to continue it."""
+    if trainer.folder is None:
+        return "nothing was written yet"
+    path, steps = trainer.folder.path, trainer.folder.checkpoint_steps()
+    what = f"a checkpoint of step {steps[-1]}: continue" if steps else "no checkpoint yet: start it again"
+    return f"{path} has {what} with 'cohort resume {path}'"
+
+
+# ----------------------------------------
+# ``cohort resume``: continue a run from its folder alone.
+
+
+@app.command(
+    sort_key=3,
+    usage="Usage: cohort resume RUN [--allow-changed KEY] [--trust RUN] [--section.key value ...]",
+    help_epilogue="Every setting of 'cohort config' can be given as --section.key value. It overrides the run's.",
+)
+def resume(
+    run: str,
+    /,
+    *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)],
+    allow_changed: ALLOW_CHANGED = (),
+    trust: TRUST = None,
+) -> None:
+    """Continue a run: from its newest checkpoint, or from the start if it has none. Nothing is done if it is complete.
+
+    The run's settings are used; relative names in them belong to the folder that the run was started in. Names of files
+    given here belong to the working directory if they are there, else to that folder too.
+
+    What differs from the run so far is printed; what changes its results is refused.
+
+    Args:
+        run: The run folder.
+        allow_changed: A setting or fact that may differ from the run's though it changes results. May be repeated.
+        trust: Run the code that the settings in this run folder name, though this account has not run it before.
+    """
+    from cohort.config import load_config, setting_names
+    from cohort.runs.folder import RunFolder
+    from cohort.runs.starts import CONTINUED_BY, last_start
+    from cohort.runs.trust import check_code, check_secrets, with_whole_names
+
+    folder = RunFolder(Path(run).expanduser().resolve())
+    folder.check_is_run()
+    settings = load_config(folder.path / "config.toml", [*overrides, f"--run.output_dir={folder.path}"], of_run=True)
+    start, names = last_start(folder.path), setting_names(overrides)
+    if how := CONTINUED_BY.get(start.begun_by):
+        raise RunFolderError(f"{folder.path} was begun with cohort.trl: continue it with {how}")
+    given = {"data.train": "train_dataset", "data.eval": "eval_dataset", "reward.functions": "reward_funcs"}
+    given |= {"environment.tools": "tools", "environment.factory": "environment_factory", "model.path": "model"}
+    missing = {name: what for name, what in start.missing.items() if name not in {given.get(key) for key in names}}
+    has_checkpoint, adapters = bool(folder.checkpoint_steps()), settings.model.lora.wanted
+    if needed := replace(start, missing=missing).needed(adapters=adapters) if has_checkpoint else missing:
+        names_of = {name: setting for setting, name in given.items()}
+        flags = [f"--{names_of[name]} NAME" for name in needed if name in names_of]
+        unknown = ", ".join(f"{name} ({what})" for name, what in needed.items())
+        raise RunFolderError(
+            f"{folder.path} was begun in Python, and its folder does not name {unknown}. Run its script "
+            f"again, with train(resume='auto')" + (f"; or name them: {' '.join(flags)}" if flags else "")
+        )
+    working_folder = Path.cwd()
+    settings = with_whole_names(settings, [name for name in names if name != "run.output_dir"])
+    if began_in := start.working_directory(folder.path):
+        os.chdir(began_in)  # to which the names in the settings belong
+    check_code(folder.path, settings, trust and str(Path(working_folder, trust).expanduser()), given=names)
+    check_secrets(folder.path, settings)
+    run_training(settings, "auto", allow_changed, overrides=(*start.overrides, *names), missing=missing)
+
+
+# ----------------------------------------
+# ``cohort save``: a checkpoint of a run without stopping it.
+
+
+POLL_SECONDS = 0.2
+
+
+@app.command(sort_key=4, usage="Usage: cohort save RUN [--timeout SECONDS]")
+def save(run: str, /, *, timeout: float = 600.0) -> None:
+    """Let a run write a checkpoint before its next update, and go on; it may run on another machine.
+
+    Args:
+        run: The run folder.
+        timeout: Seconds to wait for the checkpoint. [default: 600]
+    """
+    from cohort.lock import is_written
+    from cohort.runs.folder import RunFolder
+
+    folder = RunFolder(Path(run).expanduser())
+    folder.check_is_run()
+    last = (f"its last checkpoint is of step {step}" for step in reversed(folder.checkpoint_steps()))
+    if folder.has_summary:
+        raise RunFolderError(f"{run} is complete: {next(last, 'it has no checkpoint')}")
+    file, until = folder.save_request, time.monotonic() + timeout
+    try:
+        file.touch()
+        while file.exists():
+            if not is_written(folder.path):
+                raise RunFolderError(f"no process writes {run}: {next(last, 'it has no checkpoint')}")
+            if time.monotonic() > until:
+                raise RunFolderError(f"no run has answered in {run} for {timeout:g} s: is it running? (--timeout)")
+            time.sleep(POLL_SECONDS)
+    finally:
+        file.unlink(missing_ok=True)  # also if no run has answered
+    print(f"{folder.checkpoint(folder.checkpoint_steps()[-1])} is written")
 
 
 @app.command(sort_key=1, usage="Usage: cohort demo [tool] [--seed N] [--output-dir FOLDER]")
@@ -67,7 +267,7 @@ def train(
     settings = load_config(config, overrides)  # before torch is imported, so that mistakes are reported at once
     names = setting_names(overrides)
     if resume:
-        from cohort.runs.settings import with_overrides_of_start
+        from cohort.runs.trust import with_overrides_of_start
 
         settings, names = with_overrides_of_start(settings, overrides, trust)
         again = ", ".join(name for name in names if name not in setting_names(overrides))

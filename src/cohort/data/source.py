@@ -18,8 +18,7 @@ from unittest import mock
 import pyarrow
 import pyarrow.parquet
 
-from cohort.data.procedural import PREFIX, procedural_rows
-from cohort.data.rows import Row, RowTable, plain, unique_keys
+from cohort.data.rows import PREFIX, Row, RowTable, plain, procedural_rows, unique_keys
 from cohort.errors import DataError
 from cohort.shipped import shipped
 

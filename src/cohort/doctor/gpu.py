@@ -34,7 +34,7 @@ from cohort.policy.layout import Layout
 from cohort.rollout import LocalEngine, RNGKey, Sampling, VLLMEngine
 from cohort.rollout.vllm.own_server import OwnServer, interpreter
 from cohort.rollout.vllm.transports import transport_of
-from cohort.runs.facts import machine, versions
+from cohort.runs.changes import machine, versions
 from cohort.train import NonFinite, Optimizer, StepContext, TokenBudget, lay_out, part_of, update
 from cohort.train.logps import CACHED, most_gap, sampler_gap
 from cohort.types import Prompt, TokenBatch

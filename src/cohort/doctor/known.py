@@ -16,7 +16,7 @@ from torch import Tensor
 from cohort.calls import LOGS
 from cohort.config import GRPOConfig, Schedule
 from cohort.data import unknown_tokens
-from cohort.data.chat import ANSWER, SENTINEL, USER, render, text_of
+from cohort.data.render import ANSWER, SENTINEL, USER, render, text_of
 from cohort.doctor.cost import Memory, check_memory
 from cohort.doctor.finding import Check, Finding
 from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
@@ -32,9 +32,9 @@ from cohort.rollout import LocalEngine, Sampling
 from cohort.rollout.backend import FREE_SHARE, free_bytes
 from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
+from cohort.runs.checkpoints import COPY_SHARE
 from cohort.runs.folder import RunFolder
-from cohort.runs.saving import COPY_SHARE
-from cohort.runs.tensors import own
+from cohort.runs.models import own
 from cohort.train import TrainerParts
 from cohort.types import RESERVED_COLUMNS, Prompt
 

@@ -5,7 +5,7 @@ the policy drew could become other tokens. So the tokens so far stay as they are
 template writes after a turn. To find that text, the template renders a conversation with placeholders:
 
     user "x", assistant "ANSWER", tool "qzh000000", generation prompt
-    ... ANSWER<|im_end|>\\n<|im_start|>tool\\nqzh000000<|im_end|>\\n<|im_start|>assistant\\n
+    ... ANSWER<|im_end|>\n<|im_start|>tool\nqzh000000<|im_end|>\n<|im_start|>assistant\n
 
 What follows ANSWER is found once for each shape (the roles of the messages) and checked: the template shows every
 message once, in order, and writes the same after other conversations.
@@ -13,20 +13,331 @@ message once, in order, and writes the same after other conversations.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort.data.chat import render
-from cohort.data.encoding import Encoder
-from cohort.data.guard import TurnTokens
-from cohort.environments.probes import Continuation, Roles, TemplateProbe, fields
-from cohort.environments.skeleton import fill, free_placeholders, learn, surrounded
+from cohort.data.encoding import Encoder, Given
+from cohort.data.render import ANSWER, SENTINEL, USER, TurnTokens, render
 from cohort.errors import ConfigError, DataError
 from cohort.rollout.trajectory import decode
 from cohort.types import Message, Prompt
+
+# ----------------------------------------
+# Renderings of a chat template: its own text, and the holes that texts of messages fill.
+#
+# A chat template renders placeholders instead of the texts of tools and environments:
+#
+#     <|im_start|>tool\nhole00000<|im_end|>\n  ->  "<|im_start|>tool\n", Hole("hole00000", identity), "<|im_end|>\n"
+#
+# so it is known which characters are whose, and real texts never go through the template. How it writes a text (as it
+# is, stripped, as JSON) is learned from a second rendering, with characters around each placeholder that show the
+# difference.
+
+
+LEFT, RIGHT = '\n "\\é<&', '&>é\\" \n'
+_HOLE = re.compile(r"(qzh\d{6})")
+_CHANGES: tuple[Callable[[str], str], ...] = (
+    lambda text: text,
+    str.strip,
+    str.rstrip,
+    str.lstrip,
+    lambda text: text.strip("\n"),
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+    lambda text: json.dumps(text)[1:-1],
+    lambda text: json.dumps(text.strip(), ensure_ascii=False)[1:-1],
+)
+"""What templates do to the text of a message."""
+
+
+def attempt(tokenizer: Any, messages: Sequence[Any], /, **arguments: Any) -> str:
+    """What a chat template renders; empty if it refuses the messages."""
+    try:
+        return render(tokenizer, messages, **arguments)
+    except Exception:  # templates raise errors of many kinds
+        return ""
+
+
+def placeholder(number: int) -> str:
+    """A text of nine letters and digits, which suits as the id of a call too.
+
+    >>> placeholder(7)
+    'qzh000007'
+    """
+    return f"qzh{number:06}"
+
+
+def find_placeholders(text: str) -> list[str]:
+    """The placeholders in a text, in order."""
+    return _HOLE.findall(text)
+
+
+def free_placeholders(text: str) -> Iterator[str]:
+    """Placeholders that do not occur in a text."""
+    taken = set(find_placeholders(text))
+    return (one for one in map(placeholder, itertools.count()) if one not in taken)
+
+
+def surrounded(text: str) -> str:
+    """A text for the second rendering."""
+    return LEFT + text + RIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Where a template writes a text."""
+
+    placeholder: str
+    change: Callable[[str], str]
+
+    @property
+    def number(self) -> int:
+        """The placeholder's."""
+        return int(self.placeholder[3:])
+
+
+Pieces = Sequence[str | Hole]
+
+
+def learn(rendered: str, rendered_surrounded: str, contents: Collection[str]) -> list[str | Hole]:
+    """The pieces of a rendering, the template's own text and holes in turn.
+
+    Args:
+        rendered: text with placeholders.
+        rendered_surrounded: the same, where the placeholders in ``contents`` were ``surrounded``.
+        contents: placeholders. Others, as of names, are written as they are.
+
+    Raises:
+        ConfigError: the template does something unknown to a text.
+
+    >>> pieces = learn("<tool>qzh000001</tool>", "<tool>" + surrounded("qzh000001").strip() + "</tool>", {"qzh000001"})
+    >>> fill(pieces, {"qzh000001": " 42\\n"})
+    ['<tool>', '42', '</tool>']
+    """
+    first, *others = _HOLE.split(rendered)
+    pieces: list[str | Hole] = [first]
+    position = len(first) if rendered_surrounded.startswith(first) else -1
+    for hole, text in zip(others[::2], others[1::2], strict=True):
+        given = surrounded(hole) if hole in contents else hole
+        found = (one for one in _CHANGES if rendered_surrounded.startswith(one(given) + text, position))
+        change = next(found, None)
+        if change is None or position < 0:
+            shown = rendered_surrounded[max(position, 0) :]
+            raise ConfigError(
+                f"the chat template changes the text of messages in an unknown way: for {given + text!r:.200}, it "
+                f"writes {shown!r:.200}. Set data.chat_template to a template that writes 'content' as it is, without "
+                "whitespace around it, or as JSON"
+            )
+        position += len(change(given) + text)
+        pieces += [Hole(hole, change), text]
+    return pieces
+
+
+def fill(pieces: Pieces, texts: Mapping[str, str]) -> list[str]:
+    """The pieces with texts in their holes. A placeholder that has no text stands for itself."""
+    return [
+        Given(one.change(texts.get(one.placeholder, one.placeholder))) if isinstance(one, Hole) else one
+        for one in pieces
+    ]
+
+
+# ----------------------------------------
+# Conversations with a sentinel that show what a chat template does.
+
+
+THOUGHT = "THOUGHT-OF-COHORT"
+REMEDY = "Set data.chat_template to a template"
+
+Roles = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What a template writes after a turn of the assistant: the end of the turn, messages, the generation prompt."""
+
+    pieces: Pieces
+    closing: str | None
+    """The control token that it begins with, whitespace aside."""
+    always_closes: bool
+    """Whether the template also closes a turn that nothing follows. If not, the closing is the beginning of the next
+    message, as in GLM's templates."""
+
+    def __str__(self) -> str:
+        names = ("{text}", "{name}", "{id}")
+        return "".join(names[one.number % 3] if isinstance(one, Hole) else repr(one)[1:-1] for one in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateProbe:
+    """Finds what a chat template writes after a turn."""
+
+    tokenizer: Any
+    encoder: Encoder
+    ends: Collection[str]
+    """End tokens as text."""
+    tools: Sequence[Mapping[str, Any]] | None
+    """JSON schemas of the run's tools."""
+    variables: Mapping[str, Any]
+    """Of the template."""
+
+    def continuation(self, roles: Roles) -> Continuation:
+        """What follows a turn when messages of these roles answer it, with the ``placeholders`` of the messages.
+
+        Raises:
+            ConfigError: the template does not show each message once and in order, or writes something else after
+                another conversation, or does something unknown to the texts.
+        """
+        control = self.encoder.control_token
+        for turn in _turns(roles):
+            tail = self._tail([USER, turn], roles)
+            if not tail:
+                continue
+            for history in _histories(turn, roles):
+                other = self._tail(history, roles)
+                if other not in ("", tail):
+                    raise ConfigError(
+                        f"what the chat template writes around messages of {_named(roles)} depends on the conversation "
+                        f"before them: {tail!r:.300} or {other!r:.300}. So it cannot be appended to a turn. {REMEDY} "
+                        "that writes them in the same way everywhere"
+                    )
+            pieces = learn(tail, self._tail([USER, turn], roles, surrounded), contents(roles))
+            closed = self._tail([USER, turn], (), add_generation_prompt=False)
+            return Continuation(pieces, control(str(pieces[0])), control(closed) is not None)
+        raise ConfigError(
+            f"the chat template does not show messages of {_named(roles)} after a turn of the assistant: "
+            f"{self._refusal(roles)}. {REMEDY} that does, or use a model whose template does"
+        )
+
+    def check_tools(self) -> None:
+        """Raises ``ConfigError`` if the template does not show the tools."""
+        named = [{**tool, "function": {**tool["function"], "name": SENTINEL}} for tool in self.tools or ()]
+        try:
+            shown = render(self.tokenizer, [USER], add_generation_prompt=True, **{**self.variables, "tools": named})
+            problem = "" if SENTINEL in shown or not named else "it does not read the variable `tools`"
+        except Exception as error:  # templates raise Jinja errors of many kinds
+            problem = f"it refuses them ({error!s:.200})"
+        if problem:
+            raise ConfigError(
+                f"the chat template does not show the tools to the policy: {problem}. {REMEDY} that writes `tools`, or "
+                "use a model whose template does"
+            )
+
+    def drops_thoughts(self, role: str) -> bool:
+        """Whether the template leaves the thoughts of a turn out when a message of this role follows."""
+        for turn in _turns((role,)):
+            for thinking in (_thinking_aloud(turn), {**turn, "reasoning_content": THOUGHT, "thinking": THOUGHT}):
+                answered = self._attempt([USER, thinking, *placeholders((role,))])
+                shown = self._attempt([USER, thinking], add_generation_prompt=False)
+                if answered and THOUGHT in shown and THOUGHT not in answered:
+                    return True
+        return False
+
+    def changed_prompt(self, role: str) -> tuple[str, str] | None:
+        """A prompt, and what the template writes instead when turns and messages of this role follow, with thoughts or
+        without. None if it writes the prompt.
+        """
+        start, text = self._attempt([USER]), ""
+        for turn in _turns((role,)):
+            for said in (turn, _thinking_aloud(turn)):
+                text = self._attempt([USER, said, *placeholders((role,))]) or text
+                if text.startswith(start):
+                    return None
+        return start, text
+
+    def _attempt(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        arguments = {"tools": self.tools, **self.variables, "add_generation_prompt": add_generation_prompt}
+        return attempt(self.tokenizer, messages, **arguments)
+
+    def _tail(
+        self, conversation: Sequence[Message], roles: Roles, wrap: Callable[[str], str] = str, **options: bool
+    ) -> str:
+        """The text after the last turn of a conversation. Empty if the template refuses the messages or does not show
+        them, or if the end of the turn is not found.
+        """
+        text = self._attempt([*conversation, *placeholders(roles, wrap)], **options)
+        tail = text.rpartition(SENTINEL)[2] if SENTINEL in text else ""
+        if conversation[-1].get("tool_calls"):  # the template's format of calls comes before the end of the turn
+            ends = [tail.index(end) for end in self._closings() if end in tail]
+            tail = tail[min(ends) :] if ends else ""
+        expected = contents(roles)
+        return tail if [one for one in find_placeholders(tail) if one in expected] == expected else ""
+
+    def _closings(self) -> list[str]:
+        """Texts that end a turn: end tokens, and the control token that the template writes after an answer."""
+        tail = self._tail([USER, ANSWER], ("user",)) or self._tail([USER, ANSWER], ())
+        control = self.encoder.control_token
+        return [*(end for end in self.ends if control(end) == end), *filter(None, [control(tail)])]
+
+    def _refusal(self, roles: Roles) -> str:
+        """Why the template shows no messages of these roles."""
+        reason, arguments = "", {"tools": self.tools, **self.variables}
+        for turn in _turns(roles):
+            try:
+                render(self.tokenizer, [USER, turn, *placeholders(roles)], add_generation_prompt=True, **arguments)
+            except Exception as error:
+                reason = f"it refuses them ({error!s:.200})"
+            else:
+                return "it leaves them out, or writes them somewhere else"
+        return reason
+
+
+@functools.cache
+def fields(index: int) -> tuple[str, str, str]:
+    """The placeholders of a message: its text, a tool's name, the id of its call."""
+    return placeholder(3 * index), placeholder(3 * index + 1), placeholder(3 * index + 2)
+
+
+def contents(roles: Roles) -> list[str]:
+    """The placeholders of the texts."""
+    return [fields(index)[0] for index in range(len(roles))]
+
+
+def placeholders(roles: Roles, wrap: Callable[[str], str] = str) -> list[Message]:
+    """Messages of placeholders."""
+    messages: list[Message] = []
+    for index, role in enumerate(roles):
+        text, name, call_id = fields(index)
+        of_tool = {"name": name, "tool_call_id": call_id} if role == "tool" else {}
+        messages.append({"role": role, "content": wrap(text), **of_tool})
+    return messages
+
+
+def _turns(roles: Roles) -> Iterator[Message]:
+    """Turns of the assistant that messages of these roles may follow. Before tools' messages, most templates want the
+    calls; some take one only, some their arguments as JSON text, and some no text beside them.
+    """
+    for count in dict.fromkeys((roles.count("tool"), min(roles.count("tool"), 1))):
+        for arguments in ({"x": SENTINEL}, f'{{"x": "{SENTINEL}"}}') if count else ():
+            calls = [
+                {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+                for _, name, call_id in map(fields, range(count))
+            ]
+            yield {**ANSWER, "tool_calls": calls}
+            yield {**ANSWER, "content": "", "tool_calls": calls}
+    yield ANSWER
+
+
+def _histories(turn: Message, roles: Roles) -> list[list[Message]]:
+    """Conversations that end with a turn."""
+    return [
+        [{"role": "system", "content": "x"}, USER, turn],
+        [USER, {"role": "assistant", "content": "x"}, USER, turn],
+        [USER, turn, *placeholders(roles), turn],
+        [USER, _thinking_aloud(turn) if turn["content"] else turn],
+    ]
+
+
+def _thinking_aloud(turn: Message) -> Message:
+    return {**turn, "content": f"<think>\n{THOUGHT}\n</think>\n\n{turn['content']}"}
+
+
+def _named(roles: Roles) -> str:
+    return f"the role {roles[0]!r}" if len(roles) == 1 else f"the roles {', '.join(map(repr, roles))}"
+
 
 MAX_CONTINUATIONS = 1000
 """Maximum number of continuations that are kept: every row may have its own template variables."""

@@ -22,19 +22,165 @@ from concurrent.futures import CancelledError, Future
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from cohort.calls import Settled, interruptible
 from cohort.config import EnvironmentConfig
+from cohort.environments.bridge import Bridge
+from cohort.environments.calls import CallParser, ParsedTurn
 from cohort.environments.contract import Answer, Ended, EpisodeFailed
 from cohort.environments.host import Host
-from cohort.environments.running import RunningEpisode, Waiting
-from cohort.environments.turns import TurnFormat, first_episode
 from cohort.errors import EpisodeError
 from cohort.rollout import EndedTurn, Engine, Purpose, Request, RNGKey, Sampler, Sampling, Watch
 from cohort.rollout.engine import samplings_of
+from cohort.rollout.trajectory import decode
 from cohort.types import Completion, Episode, FinishReason, Group, Message, Prompt, Turn
 from cohort.watchdog import samples, waiting
+
+# ----------------------------------------
+# An episode under way, and the time that a rollout waits.
+
+
+@dataclass(slots=True, eq=False)
+class RunningEpisode:
+    """An episode between its begin and its end."""
+
+    prompt_index: int
+    sample: int
+    started: float = 0.0
+    first: Answer | EpisodeFailed | None = None
+    """What the environment showed first, or why it did not; None while that is awaited."""
+    prompt: Prompt | None = None
+    """The prompt with what the environment showed first; None before the trajectory is submitted."""
+    number: int | None = None
+    """The engine's number of the trajectory; None before it is submitted."""
+    completion: Completion | None = None
+    """The turns so far."""
+    prefix: str = ""
+    """The end of the text before the present turn."""
+    message: Message = field(default_factory=dict)
+    """What the policy wrote in the latest turn."""
+    turn_ended: float = 0.0
+    turns: list[Turn] = field(default_factory=list)
+    pending: Future[Any] | None = None
+    """What the episode waits for: its first observation, an answer, or its end."""
+    ending: bool = False
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Wall-clock seconds of one or more rollouts."""
+
+    seconds: float = 0.0
+    """While at least one answer was awaited."""
+    blocked: float = 0.0
+    """While nothing could be decoded because every episode awaited an answer."""
+    pending: int = 0
+    since: float = 0.0
+
+    def begin(self) -> None:
+        """Count one more answer that is awaited."""
+        if not self.pending:
+            self.since = time.perf_counter()
+        self.pending += 1
+
+    def end(self) -> None:
+        """Count one answer that has arrived."""
+        self.pending -= 1
+        if not self.pending:
+            self.seconds += time.perf_counter() - self.since
+
+
+# ----------------------------------------
+# Turns as tokens, as messages and in print.
+
+
+READ_PER_TOKEN = 16
+"""Characters of a long answer that are tokenized at first, at its start and at its end, for each token that it may
+have."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFormat:
+    """How turns are written as tokens, and read from them."""
+
+    tokenizer: Any
+    bridge: Bridge
+    """What the chat template writes between turns."""
+    parser: CallParser | None
+    """Finds the calls in a turn. None: there are no tools."""
+    rewrite: Callable[[list[Message]], list[Message]] | None = None
+    """What the policy is to read instead of all messages so far; None: as ``environment.history`` says."""
+
+    def describe(self) -> str:
+        """What stands between turns, and how calls are found, for the start of the run."""
+        lines = [self.bridge.describe()]
+        if self.parser:
+            lines.append(f"calls are found by {self.parser.name}")
+        return "\n".join(lines)
+
+    def parse(self, token_ids: Sequence[int], prefix: str) -> ParsedTurn:
+        """What the policy wrote in a turn.
+
+        Args:
+            token_ids: the drawn tokens, without an end token.
+            prefix: the text before them.
+        """
+        if self.parser is None:
+            text = decode(self.tokenizer, token_ids)
+            return ParsedTurn(text, (), {"role": "assistant", "content": text})
+        return self.parser.parse(self.text(token_ids), prefix)
+
+    def shortened(self, answer: Answer, limit: int) -> Answer:
+        """The answer with at most about ``limit`` tokens of content in each message: a note replaces the middle."""
+        return replace(answer, messages=tuple(self._shortened(message, limit) for message in answer.messages))
+
+    def _shortened(self, message: Message, limit: int) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        reach, encode = READ_PER_TOKEN * limit, partial(self.tokenizer.encode, add_special_tokens=False)
+        token_ids = encode(content[:reach])
+        while reach < len(content) and len(token_ids) <= 2 * limit:  # a cut changes the tokens beside it, not so many
+            reach *= 4
+            token_ids = encode(content[:reach])
+        if len(token_ids) <= limit:
+            return message
+        count, about, last_ids = len(token_ids), "", token_ids
+        if reach < len(content):
+            count, about, last_ids = count * len(content) // reach, "about ", encode(content[-reach:])
+        head, tail = token_ids[: (limit + 1) // 2], last_ids[max(0, len(last_ids) - limit // 2) :]
+        note = f"\n[{about}{count - limit:,} tokens are left out here]\n"
+        return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
+
+    def prefix(self, token_ids: Sequence[int]) -> str:
+        """The text before a turn, for ``parse``; empty where that needs none."""
+        return self.text(token_ids) if self.parser else ""
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Token ids decoded, special tokens included."""
+        return decode(self.tokenizer, token_ids, special=True)
+
+
+def first_episode(groups: Sequence[Group], tokenizer: Any) -> str:
+    """The first usable completion in words, its drawn tokens between ⟦ and ⟧; empty if there is none."""
+    pairs = [(group.prompt, one) for group in groups for one in group.completions if one.finish_reason.usable]
+    if not pairs:
+        return ""
+    prompt, completion = pairs[0]
+    pieces = [prompt.text]
+    for number, segment in enumerate(completion.segments):
+        drawn = segment.is_drawn.tolist()
+        pieces += ["\n--- rewritten:\n"] if number else []
+        for is_drawn, run in groupby(range(len(drawn)), key=drawn.__getitem__):
+            text = decode(tokenizer, segment.token_ids[list(run)].tolist(), special=True)
+            pieces.append(f"⟦{text}⟧" if is_drawn else text)
+    count = len(completion.episode.turns) if completion.episode else 1
+    turns = "1 turn" if count == 1 else f"{count} turns"
+    head = f"the first episode: {turns}, finish reason {completion.finish_reason}; the policy drew what is in ⟦ ⟧"
+    return f"{head}\n{''.join(pieces)}"
+
 
 log = logging.getLogger("cohort.environments")
 PLACE = "tools and environments"

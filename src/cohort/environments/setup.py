@@ -11,11 +11,10 @@ from cohort.config import EnvironmentConfig, GRPOConfig
 from cohort.environments.adapters import mcp
 from cohort.environments.bridge import Bridge
 from cohort.environments.calls import CallParser
-from cohort.environments.episode import DIFFERENT, EpisodeSampler
+from cohort.environments.episode import DIFFERENT, EpisodeSampler, TurnFormat
 from cohort.environments.host import Host
 from cohort.environments.shapes import Shape, find_environments
 from cohort.environments.tools import Toolbox
-from cohort.environments.turns import TurnFormat
 from cohort.errors import ConfigError
 from cohort.parallel import World
 from cohort.plugins import load_function

@@ -23,7 +23,7 @@ from cohort.flags import GenerateFlags
 from cohort.policy import context_length, end_token_ids
 from cohort.rollout import Sampling
 from cohort.runs.chosen import check_nothing_missing, run_of
-from cohort.runs.settings import settings_of_run
+from cohort.runs.trust import settings_of_run
 from cohort.types import Prompt
 
 DEFAULT_TOKENS = 256

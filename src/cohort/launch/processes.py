@@ -27,8 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cohort.errors import STOPPED, ConfigError, RankError
-from cohort.launch.ends import read_end, report
-from cohort.launch.job import Job, check_gpus
+from cohort.launch.job import Job, check_gpus, read_end, report
 from cohort.launch.rank import write_command
 
 SECONDS_TO_END = 8

@@ -17,8 +17,7 @@ import traceback
 from pathlib import Path
 
 from cohort.errors import STOPPED
-from cohort.launch.ends import LOG_HEADER, End, note_path, write_note
-from cohort.launch.job import Job
+from cohort.launch.job import LOG_HEADER, End, Job, note_path, write_note
 from cohort.orphans import end_with
 from cohort.watchdog import save_signal_ignored
 

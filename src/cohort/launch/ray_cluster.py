@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.errors import STOPPED, ConfigError
-from cohort.launch.ends import End, read_end, report
-from cohort.launch.job import Job
+from cohort.launch.job import End, Job, read_end, report
 from cohort.launch.rank import write_command
 
 SECONDS_TO_PLACE = 60

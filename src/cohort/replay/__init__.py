@@ -5,5 +5,5 @@ side. ``weights`` loads the model from before the step, for gradients in the spa
 the step's updates again.
 """
 
-from cohort.replay.coefficients import Replayed, coefficients_of
+from cohort.replay.compare import Replayed, coefficients_of
 from cohort.replay.stored import Stored, read_step

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.report.files import flat
-from cohort.report.history import RunHistory
+from cohort.report.history import RunHistory, flat
 from cohort.runs.checkpoints import LOOP, ROLLOUT, UPDATES, saved_identity
+from cohort.runs.models import read_tensors
 from cohort.runs.reading import damage_named, read_object
-from cohort.runs.tensors import read_tensors
 
 SAMPLED = ("prompts/", "completions/", "length/", "episodes/", "rollout/")
 SCORED = ("reward", "custom/", "groups/", "advantage/")

@@ -13,8 +13,7 @@ import numpy as np
 
 from cohort.errors import ConfigError
 from cohort.report.history import RunHistory
-from cohort.report.labels import words_for
-from cohort.report.series import AXES, Curve, check_key, common_window, curve, grouped, means_of_groups
+from cohort.report.series import AXES, Curve, check_key, common_window, curve, grouped, means_of_groups, words_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,12 +14,11 @@ from typing import Any, Literal
 
 from cohort import terminal
 from cohort.lock import holder, is_written
-from cohort.report.console.lines import step_line
 from cohort.report.console.live import Live, is_live_terminal, newest_checkpoint
-from cohort.report.console.state import RunState
+from cohort.report.console.progress import RunState, step_line
 from cohort.report.console.tail import Tail, read_starts
 from cohort.report.console.view import Moment, as_plain, hanging, view
-from cohort.report.files import DAMAGE, json_object, read_file, run_folder
+from cohort.report.history import DAMAGE, json_object, read_file, run_folder
 from cohort.report.words import clean, duration
 from cohort.runs.starts import how_to_continue
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
+import re
 import re as _re
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,9 +16,98 @@ from typing import Annotated, Any, Literal
 import regex as _regex
 from pydantic import AfterValidator, Field
 
+from cohort.config import RewardConfig
 from cohort.errors import RewardError
+from cohort.rewards.contract import reward
+from cohort.rewards.functions import Function
 from cohort.rewards.messages import completion_text, turn_text, whole_text
-from cohort.rewards.names import import_extra
+from cohort.rewards.names import import_extra, resolve_reward
+
+# ----------------------------------------
+# Rewards for the length of a completion, in tokens.
+
+
+def soft_overlong(
+    completion: Any,  # noqa: ARG001 - makes this a function per sample
+    completion_ids: Sequence[int],
+    *,
+    max_length: Annotated[int, Field(gt=0)],
+    buffer: Annotated[int, Field(ge=0)],
+) -> float:
+    """A penalty for the last tokens before the length limit, from 0 down to -1.
+
+    0 up to max_length - buffer tokens, then linear down to -1 at max_length, and -1 above: equation 13 of DAPO, arXiv
+    2503.14476. With buffer=0 it is 0 up to max_length. The end token counts.
+
+    Args:
+        max_length: number of tokens at which the penalty is -1.
+        buffer: number of tokens over which the penalty falls; at most max_length.
+
+    >>> [soft_overlong("", range(tokens), max_length=100, buffer=20) for tokens in (80, 85, 100, 101)]
+    [0.0, -0.25, -1.0, -1.0]
+    """
+    if buffer > max_length:
+        raise RewardError(f"soft_overlong: buffer must be at most max_length = {max_length}, got {buffer}")
+    over = len(completion_ids) - (max_length - buffer)
+    if over <= 0:
+        return 0.0
+    return -min(over / buffer, 1.0) if buffer else -1.0
+
+
+@lru_cache(maxsize=64)
+def _judge(spec: str) -> Function:
+    """A reward function by name.
+
+    Raises:
+        RewardError: the function is not per sample, or is async.
+    """
+    function = Function(resolve_reward(spec), spec, 1.0, RewardConfig())
+    if function.per != "sample" or function.is_async:
+        raise RewardError(f"must name a reward that sees one sample and is not async, got {spec!r}")
+    return function
+
+
+@reward(per="sample", isolated=True, timeout=20.0)
+def cosine_length(
+    completion: Any,
+    completion_ids: Sequence[int],
+    *,
+    max_length: Annotated[int, Field(gt=0)],
+    r0c: float = 1.0,
+    rLc: float = 0.5,
+    r0w: float = -1.0,
+    rLw: float = -0.5,
+    exceeded: float | None = -1.0,
+    correct: Annotated[str, AfterValidator(lambda spec: _judge(spec) and spec)] = "math",
+    **columns: Any,
+) -> float | None:
+    """A reward for correct and a penalty for wrong completions, both shrinking with length along a cosine.
+
+    r_L + (r_0 - r_L) (1 + cos(pi t / max_length)) / 2 for a completion of t tokens: r_0 at 0 tokens, r_L at max_length.
+    From max_length tokens on it is ``exceeded``, correct or not. The cosine reward of arXiv 2502.03373; the default
+    numbers are our own. It needs the columns that ``correct`` needs.
+
+    Args:
+        max_length: number of tokens, the end token included.
+        r0c, rLc: rewards of correct completions at 0 tokens and at max_length.
+        r0w, rLw: rewards of wrong completions.
+        exceeded: reward of completions with max_length tokens or more. None: rLc and rLw.
+        correct: the reward that decides what is correct, named as in reward.functions: correct if it returns 1 or
+            more. It must see one sample and must not be async. If it returns None, the completion is unscored.
+
+    >>> [cosine_length("So 4.", [0] * tokens, max_length=100, answer=4) for tokens in (0, 50, 100)]
+    [1.0, 0.75, -1.0]
+    """
+    judge = _judge(correct)
+    judged = judge.call(**judge.accepted({"completion": completion, "completion_ids": completion_ids, **columns}))
+    if judged is None:
+        return None
+    tokens = min(len(completion_ids), max_length)
+    if tokens == max_length and exceeded is not None:
+        return exceeded
+    start, end = (r0c, rLc) if judged >= 1 else (r0w, rLw)
+    return end + (start - end) * (1 + math.cos(math.pi * tokens / max_length)) / 2
+
 
 # -- the answer of the row, and repetition -----------------------------------------------------------------------------
 
@@ -275,3 +368,96 @@ def _pieces(text: str, min_letters: int) -> list[str]:
 
 def _letters(text: str) -> int:
     return sum(character.isalpha() for character in text)
+
+
+# ----------------------------------------
+# The scorers of the package reasoning-gym, for rows of ``data.train = "reasoning_gym:NAME"``.
+
+
+READ_AS_LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+"""Data sets whose scorers call ``eval`` on the answer."""
+READ_AS_SUMS = frozenset({"countdown", "puzzle24"})
+"""Data sets whose scorers call sympy's ``parse_expr`` on the answer, which evaluates it as Python, and expect sums."""
+EVALUATED = frozenset({"simple_integration", "intermediate_integration", "polynomial_multiplication"})
+"""Those whose answers are any expressions. They cannot be told from harmful ones."""
+
+
+def reasoning_gym(
+    completion: Any,
+    reasoning_gym: str | None,
+    reasoning_gym_index: int,
+    prompt: Any = "",
+    prefill: str = "",
+    *,
+    tag: str = "answer",
+) -> float | None:
+    """The score of reasoning-gym, from 0 to 1, for rows of ``data.train = "reasoning_gym:NAME"``.
+
+    The item is made again from its settings and index. An answer that the scorer fails on has 0, and so has one that
+    it would run as a program. A row of other data is unscored: None.
+
+    Args:
+        tag: the answer is the text between the last <answer> and </answer>; another name of the tag, or "" for the
+            whole text. Without the tag there is no answer.
+    """
+    if reasoning_gym is None:
+        return None
+    name, dataset, item = _item(reasoning_gym, int(reasoning_gym_index))
+    asked = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+    if not any(item["question"] in text for text in asked):
+        raise RewardError(
+            f"reasoning_gym: item {reasoning_gym_index} of {reasoning_gym} has another question than the row: the data "
+            "was made by another version of reasoning-gym, or its items differ between processes"
+        )
+    answer = _answer(turn_text(completion, prefill), tag)
+    if answer is not None and not _is_data(answer, name):
+        return 0.0
+    try:
+        return float(dataset.score_answer(answer, deepcopy(item)))
+    except Exception:  # scorers assume a form of the answer
+        return 0.0
+
+
+@lru_cache(maxsize=4096)
+def _item(settings: str, index: int) -> tuple[str, Any, dict[str, Any]]:
+    """The name of the data set, the data set, and one of its items."""
+    name, dataset = _dataset(settings)
+    return name, dataset, dataset[index]
+
+
+@lru_cache(maxsize=64)
+def _dataset(settings: str) -> tuple[str, Any]:
+    arguments = ast.literal_eval(settings)
+    if arguments["name"] == "composite":  # its scorer would be that of another data set, unseen by _is_data
+        raise RewardError("reasoning_gym: the data set 'composite' cannot be scored: list its parts as sources")
+    if arguments["name"] in EVALUATED:
+        raise RewardError(
+            f"reasoning_gym: the scorer of {arguments['name']} evaluates the answer as Python, so the policy could run "
+            "programs: use another reward with the column answer, such as math"
+        )
+    package = import_extra("reasoning_gym", "reasoning_gym", "reasoning-gym")
+    return arguments["name"], package.create_dataset(**arguments)
+
+
+def _answer(text: str, tag: str) -> str | None:
+    """The text between the last tags, or the whole text without a tag; None if there are no tags."""
+    if not tag:
+        return text.strip()
+    before, closed, _ = text.rpartition(f"</{tag}>")
+    _, opened, inside = before.rpartition(f"<{tag}>")
+    return inside.strip() if closed and opened else None
+
+
+def _is_data(answer: str, name: str) -> bool:
+    """Whether a scorer that evaluates the answer would run no program."""
+    if name in READ_AS_SUMS:
+        return re.fullmatch(r"[-+*/() .0-9]{0,1000}", answer) is not None and "**" not in answer
+    if name not in READ_AS_LITERALS:
+        return True
+    try:
+        ast.literal_eval(answer)
+    except SyntaxError:
+        return True  # eval fails as well
+    except Exception:
+        return False
+    return True

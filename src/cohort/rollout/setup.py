@@ -16,11 +16,10 @@ from cohort.policy.load import hidden_size
 from cohort.rollout.engine import check_capabilities
 from cohort.rollout.local import LocalEngine
 from cohort.rollout.settings import Sampling
-from cohort.rollout.vllm.connect import check_servers, servers_of
+from cohort.rollout.vllm.connect import ServerProbe, check_servers, servers_of
 from cohort.rollout.vllm.engine import LOWEST_TEMPERATURE, VLLMEngine
 from cohort.rollout.vllm.own_server import OwnServer
 from cohort.rollout.vllm.plugin import ServerDescription, check_sizes
-from cohort.rollout.vllm.probe import ServerProbe
 from cohort.rollout.vllm.server import Server, WeightTransport
 from cohort.rollout.vllm.transports import transport_of
 

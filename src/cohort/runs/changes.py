@@ -6,11 +6,17 @@ code and model, versions, and the machine. Names of files do not matter, since w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+import platform
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel
 
 from cohort.config import GRPOConfig, hide_secrets
@@ -18,6 +24,64 @@ from cohort.config.beside import with_files
 from cohort.config.schema import RunConfig
 from cohort.errors import ConfigError, RunFolderError, did_you_mean
 from cohort.presets import setting_names
+
+# ----------------------------------------
+# Facts about a run that are not settings and on which its results depend: versions, threads, the machine.
+
+
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+"""Packages that every run computes with."""
+version = functools.cache(metadata.version)
+"""The version of an installed package, which a process reads once."""
+
+
+def entries(values: Mapping[str, str]) -> str:
+    """Several values as one fact: "a=1, b=2". Commas and equals signs within are replaced."""
+    plain = {name.translate(_SEPARATORS): value.translate(_SEPARATORS) for name, value in values.items()}
+    return ", ".join(f"{name}={value}" for name, value in sorted(plain.items()))
+
+
+_SEPARATORS = str.maketrans({",": ";", "=": ":"})
+
+
+def versions(more: Iterable[str] = ()) -> str:
+    """The versions of Cohort, Python and the packages that a run computes with."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("cohort-rl", *PACKAGES, *more):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return entries(found)
+
+
+def machine(device: torch.device) -> str:
+    """The processor that computes, and the instructions that torch uses on a CPU."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    return f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def take_threads(saved: Mapping[str, str], ranks: int) -> str:
+    """Take as many threads as the run had, since rounding depends on them; returns a note if that is a change.
+
+    With another number of ranks, the threads of this process remain: its share of the work is another.
+    """
+    threads, before = saved.get("threads", ""), torch.get_num_threads()
+    if not re.fullmatch("[1-9][0-9]{0,2}", threads) or saved.get("ranks") != str(ranks) or int(threads) == before:
+        return ""
+    torch.set_num_threads(int(threads))
+    return f"threads: {threads}, as the run had, not {before}; --allow-changed threads computes with {before}"
+
 
 MAY_CHANGE_ON_RESUME = {
     *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels", "torch_compile")),

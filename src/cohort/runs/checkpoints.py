@@ -18,19 +18,34 @@ Every tensor is whole, whatever layout and number of ranks wrote it; any other r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from cohort.errors import RunFolderError
+from cohort.errors import DiskError, RunFolderError, out_of_memory
+from cohort.parallel import World, on_main, together
 from cohort.policy import Policy, has_adapters
-from cohort.runs.durable import check_whole, write_manifest
-from cohort.runs.generators import set_random_state
-from cohort.runs.lines import FileRecord, write_file
-from cohort.runs.models import save_model, saved_weights, trained_weights
+from cohort.rollout.backend import free_bytes
+from cohort.runs.durable import FileRecord, check_whole, replaced, sync_path, write_file, write_manifest
+from cohort.runs.models import (
+    fill,
+    is_sharded,
+    named_weights,
+    read_tensors,
+    save_model,
+    saved_weights,
+    trained_weights,
+    whole,
+    write_tensors,
+)
 from cohort.runs.reading import damage_named, read_object
 from cohort.runs.rollouts import (
     Encoded,
@@ -41,7 +56,85 @@ from cohort.runs.rollouts import (
     load_values,
     write_encoded,
 )
-from cohort.runs.tensors import fill, is_sharded, named_weights, read_tensors, whole, write_tensors
+from cohort.runs.writer import Write, Writer
+
+# ----------------------------------------
+# The state of the global random generators, which reward functions, environments and dropout may use.
+#
+# Cohort's own draws are functions of keys (see ``RNGKey``) and depend on none of these.
+
+
+def random_state() -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's generators, in types of JSON."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, [int(key) for key in keys], *rest],
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": [_hex(state) for state in cuda],
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """The inverse of ``random_state``.
+
+    Raises:
+        ValueError, TypeError, LookupError: it is not a state of these generators.
+    """
+    try:
+        torch.set_rng_state(_from_hex(state["torch"]))
+        if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([_from_hex(one) for one in state["cuda"]])
+    except RuntimeError as error:
+        raise ValueError(error) from None
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+
+
+def set_seed(seed: int) -> None:
+    """Seed all generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the state of all generators after the block."""
+    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the generators inside the block, and restore their state afterwards."""
+    before = random_state()
+    set_seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
+def _hex(state: Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _from_hex(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+
 
 LOOP, OPTIMIZER, REFERENCE = "state/loop.json", "state/optimizer.safetensors", "state/reference.safetensors"
 SAMPLER = "state/sampler.safetensors"
@@ -340,3 +433,71 @@ def _fill(trained: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Pa
             what = f"{saved[name].dtype} {list(saved[name].shape)}" if name in saved else "missing"
             raise RunFolderError(f"{folder}: {name} is {what}; the model has {tensor.dtype} {list(tensor.shape)}")
         fill(tensor, saved[name])
+
+
+# ----------------------------------------
+# Saving models: in the background from a copy, or at once from live tensors, which every rank takes part in.
+
+
+Replace: TypeAlias = Callable[[Content, World], None]
+"""Writes a content in place of an older one. Of a copy, with a world of its own."""
+COPY_SHARE = 0.5
+"""Share of the free memory that a copy may take while it is written; the next step needs the rest."""
+
+
+def save_in_background(writer: Writer, kind: str, content: Content, replace: Replace, world: World) -> bool:
+    """Copy the content and write the copy in the background, until it is written or a newer one comes. Returns whether
+    there was memory for the copy."""
+    if not on_main(world, partial(_has_room, writer, kind, content)):
+        return False
+    try:
+        copy = copied(content, write=world.is_main)
+    except (RuntimeError, MemoryError) as error:
+        if world.size > 1 or not out_of_memory(error):
+            raise
+        return False
+    if world.is_main:
+        writer.in_background(Write(kind, content.step, partial(replace, copy, World())))
+    return True
+
+
+def save_now(writer: Writer, kind: str, content: Content, replace: Replace, world: World) -> bool:
+    """Write the content. Returns whether the disk took it."""
+    try:
+        replace(content, world)
+    except DiskError as error:
+        on_main(world, partial(writer.missed, kind, content.step, error))
+        return False
+    on_main(world, partial(writer.made_up_for, kind))
+    return True
+
+
+def replace_model(target: Path, content: Content, world: World, *, check: Callable[[], None], metrics: Path) -> None:
+    """Write a folder in place of an older one. Every rank must call, unless the content is a copy.
+
+    Args:
+        target: the folder.
+        content: what to write.
+        world: the ranks.
+        check: raises if the run's folder has gone.
+        metrics: the run's metrics: a resumed run has the lines of its steps.
+    """
+
+    def write() -> None:
+        if world.size == 1:  # other ranks wait for what the block exchanges
+            check()
+        with replaced(target) if world.is_main else nullcontext(target) as folder:
+            write_content(folder, content, write=world.is_main)
+            if world.is_main:
+                check()
+                with suppress(FileNotFoundError):  # there is none yet
+                    sync_path(metrics)
+
+    together(world, write)
+
+
+def _has_room(writer: Writer, kind: str, content: Content) -> bool:
+    """Whether there is memory for a copy, once the last one of this kind is written."""
+    writer.free(kind)
+    free = free_bytes(torch.device("cpu"))
+    return free is not None and num_copied_bytes(content) < free * COPY_SHARE

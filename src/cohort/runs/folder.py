@@ -36,13 +36,21 @@ from cohort.lock import LOCK, Lock
 from cohort.objective import explain
 from cohort.parallel import World, on_main
 from cohort.runs import durable
-from cohort.runs.anew import WRITTEN, clear
 from cohort.runs.changes import Change, check_keys, refuse, setting_changes
-from cohort.runs.checkpoints import Content, Models, SavedState, check_checkpoint, content_of, model_of
-from cohort.runs.lines import append_line, as_json, write_atomically
+from cohort.runs.checkpoints import (
+    Content,
+    Models,
+    SavedState,
+    check_checkpoint,
+    content_of,
+    model_of,
+    replace_model,
+    save_in_background,
+    save_now,
+)
+from cohort.runs.durable import append_line, as_json, write_atomically
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
-from cohort.runs.saving import replace, save_in_background, save_now
-from cohort.runs.starts import STARTS, Start, last_start
+from cohort.runs.starts import STARTS, WRITTEN, Start, clear, last_start
 from cohort.runs.tables import write_table
 from cohort.runs.trust import check_files, remember
 from cohort.runs.writer import Write, Writer
@@ -375,7 +383,7 @@ class RunFolder:
         return False
 
     def _replace(self, target: Path, content: Content, world: World) -> None:
-        replace(target, content, world, check=self._check_there, metrics=self.path / "metrics.jsonl")
+        replace_model(target, content, world, check=self._check_there, metrics=self.path / "metrics.jsonl")
         self.saved.append((content.step, target))
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 from cohort.config import GRPOConfig, load_config
 from cohort.errors import ConfigError
 from cohort.parallel import World, on_main
-from cohort.runs.anew import check_replaceable
 from cohort.runs.folder import RunFolder
+from cohort.runs.starts import check_replaceable
 from cohort.workers import close_at_exit
 
 T = TypeVar("T")

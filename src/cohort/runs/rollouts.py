@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.runs.reading import damage_named, read_object
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cohort.columns import ALL_DIFFERENT, FACTS_KEY, STORE_VERSION, VERSION_KEY
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.types import Completion, Episode, Group, Support
 
 NUMBERS = pyarrow.list_(pyarrow.float64())

@@ -28,9 +28,8 @@ from typing import Any, TypeVar
 
 from cohort.calls import retrieved
 from cohort.errors import SandboxError
-from cohort.sandbox.bubblewrap import installed_packages
 from cohort.sandbox.executor import Limits, Program, Result
-from cohort.sandbox.process import START_SECONDS, pipe, start
+from cohort.sandbox.process import START_SECONDS, installed_packages, pipe, start
 from cohort.workers import make_calls, usable_cores
 
 T = TypeVar("T")

@@ -30,8 +30,8 @@ from cohort.presets.trust_regions import Custom
 from cohort.rewards import RewardRunner
 from cohort.rewards.model import RewardModel
 from cohort.rewards.names import BUILTIN_REWARDS
+from cohort.runs.changes import entries, machine, versions
 from cohort.runs.code import bindings, code_hash, named_code_hash
-from cohort.runs.facts import entries, machine, versions
 
 
 def checked_settings(args: GRPOConfig | None) -> GRPOConfig:

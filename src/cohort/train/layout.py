@@ -25,7 +25,7 @@ from torch import Tensor
 from cohort.objective import Objective, Outcomes, segment_sum, token_advantages
 from cohort.policy import PackedRows
 from cohort.rewards import environment_reward
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.types import Completion, FinishReason, Group, Segment, Support, TokenBatch, Turns
 
 # The layout -----------------------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cohort.errors import NonFiniteError
-from cohort.evaluation.totals import ended_lengths, std_of
+from cohort.evaluation.evaluate import ended_lengths, std_of
 from cohort.objective import Cause, Objective, TokenStatistics, group_statistics, k3, per_sequence, segment_mean
 from cohort.parallel import World, agreed
 from cohort.policy.fused import uncompiled
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import Scores
 from cohort.train.context import StepContext
 from cohort.train.layout import Part, active_part, group_numbers, part_of
 from cohort.train.logps import token_logps

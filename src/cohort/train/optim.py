@@ -14,7 +14,7 @@ from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderErro
 from cohort.parallel import Layout
 from cohort.policy.policy import check_finite_weights
 from cohort.rollout.backend import free_bytes
-from cohort.runs.tensors import fill, own
+from cohort.runs.models import fill, own
 from cohort.train.guard import GO_ON
 
 STATE_SHARE = {"AdamW": 2.0, "AdamW8bit": 0.5, "Muon": 1.0}

@@ -25,8 +25,7 @@ from cohort.parallel import Layout, World
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import Engine, Sampler
-from cohort.runs.checkpoints import Models, SavedState
-from cohort.runs.generators import random_state
+from cohort.runs.checkpoints import Models, SavedState, random_state
 from cohort.train.first_save import FirstSave
 from cohort.train.layout import Part
 from cohort.train.memory import TokenBudget

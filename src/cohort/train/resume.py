@@ -16,9 +16,8 @@ from cohort.config import GRPOConfig, Schedule
 from cohort.errors import ConfigError, Stopped
 from cohort.parallel import on_main, together
 from cohort.runs.changes import describe as describe_changes
-from cohort.runs.changes import fact_changes, refuse
+from cohort.runs.changes import fact_changes, refuse, take_threads
 from cohort.runs.checkpoints import load_checkpoint, saved_identity
-from cohort.runs.facts import take_threads
 from cohort.runs.folder import RunFolder
 from cohort.runs.reading import damage_named
 from cohort.train.parts import TrainerParts

@@ -20,8 +20,7 @@ from cohort.errors import NonFiniteError
 from cohort.objective import Objective, live_groups
 from cohort.parallel import World
 from cohort.presets.parts import DropDead, DynamicSampling
-from cohort.rewards.runner import EndedCall, Scoring
-from cohort.rewards.scores import Scores
+from cohort.rewards.runner import EndedCall, Scores, Scoring
 from cohort.runs.rollouts import StoredRollout
 from cohort.train.context import PhaseClock
 from cohort.train.layout import group_numbers

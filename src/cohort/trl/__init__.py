@@ -19,12 +19,12 @@ if TYPE_CHECKING:
         DatasetMixtureConfig,
         ModelConfig,
         ScriptArguments,
+        TrlParser,
         get_dataset,
         get_peft_config,
         get_quantization_config,
     )
     from cohort.trl.config import GRPOConfig
-    from cohort.trl.parser import TrlParser
 
 if importlib.util.find_spec("accelerate") is None:
     raise ImportError("cohort.trl needs accelerate, which is not installed: pip install 'cohort-rl[trl]'")
@@ -32,7 +32,7 @@ if importlib.util.find_spec("accelerate") is None:
 _MODULES = {
     "GRPOConfig": "config",
     "GRPOTrainer": "trainer",
-    "TrlParser": "parser",
+    "TrlParser": "arguments",
     "DatasetMixtureConfig": "arguments",
     "ModelConfig": "arguments",
     "ScriptArguments": "arguments",

@@ -23,12 +23,12 @@ from cohort.trl.arguments import (
     DatasetMixtureConfig,
     ModelConfig,
     ScriptArguments,
+    TrlParser,
     get_dataset,
     get_peft_config,
     get_quantization_config,
     load_named,
 )
-from cohort.trl.parser import TrlParser
 
 REWARDS = {
     "accuracy_reward": rewards.accuracy_reward,

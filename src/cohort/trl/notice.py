@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # transformers requires it
+
 from cohort.config import GRPOConfig
-from cohort.trl.batch import Batch
-from cohort.trl.fields import FIELDS, RENAMED
-from cohort.trl.translate import UNUSED_KEYS
+from cohort.report.console.progress import finding_text, settings_of
+from cohort.report.console.tail import Tail
+from cohort.report.diagnosis import Diagnosis, why_no_gradient
+from cohort.runs.folder import RunFolder
+from cohort.trl.config import FIELDS, RENAMED, Batch
+from cohort.trl.translate import UNUSED_KEYS, in_trl_terms
 
 ENGINE = ("max_model_length", "tensor_parallel_size", "gpu_memory_utilization", "model_impl")
 SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
@@ -120,3 +125,33 @@ def _fields(args: Any) -> list[str]:
     if keys := [key for key in UNUSED_KEYS if (args.model_init_kwargs or {}).get(key) is not None]:
         names["the policy has Cohort's attention and placement"] = [f"model_init_kwargs[{key!r}]" for key in keys]
     return [f"without effect: {', '.join(each)} ({why})" for why, each in names.items()]
+
+
+# ----------------------------------------
+# What the diagnosis finds in a run, printed beside transformers' log, in TRL's terms.
+
+
+class Findings:
+    """Prints what is new with each rollout: a finding that begins, worsens or ends, and once why an update is skipped.
+
+    Args:
+        folder: of the run, whose rollouts so far have been told of. None: prints nothing, as on other ranks.
+    """
+
+    def __init__(self, folder: RunFolder | None) -> None:
+        self._diagnosis = Diagnosis(settings_of(folder.path)) if folder else None
+        self._warned = False
+        if self._diagnosis and folder:
+            for metrics in Tail(folder.path / "metrics.jsonl").everything():
+                self._diagnosis.step_or_log(metrics)
+
+    def show(self, metrics: Mapping[str, Any]) -> None:
+        """Print what a rollout's metrics tell."""
+        if self._diagnosis is None:
+            return
+        said = [finding_text(one) for one in self._diagnosis.step_or_log(metrics)]
+        if metrics["updates"] == metrics["updates_skipped"] and not self._warned:
+            self._warned = True
+            said.insert(0, f"step {metrics['step']}: {why_no_gradient(metrics)}")
+        for text in said:
+            tqdm.write(in_trl_terms(f"rollout {text.removeprefix('step ')}"))

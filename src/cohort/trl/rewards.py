@@ -13,10 +13,9 @@ from typing import Any
 
 from cohort.errors import RewardError
 from cohort.rewards import reward
-from cohort.rewards.length import cosine_length, soft_overlong
 from cohort.rewards.mathematics import VERIFY_SECONDS, Log, math, reasoning_answer
 from cohort.rewards.messages import turn_text
-from cohort.rewards.text import regex, repetition_penalty
+from cohort.rewards.text import cosine_length, regex, repetition_penalty, soft_overlong
 
 Score = Callable[..., Any]
 _THINK = r"(?s)<think>(?!.*<think>).*?</think>.*"

@@ -1,5 +1,6 @@
 """``GRPOTrainer`` with TRL's arguments and methods. It translates them and drives ``cohort.GRPOTrainer``, which
-trains."""
+trains.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +10,29 @@ import os
 import time
 import weakref
 from collections.abc import Collection, Generator, Iterator
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerControl, TrainerState, set_seed
+from transformers import Trainer, TrainerControl, TrainerState, set_seed
 from transformers.trainer_pt_utils import log_metrics, save_metrics, save_state
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 import cohort.trainer
 from cohort.errors import FIXABLE, ConfigError, Stopped
-from cohort.parallel import on_main
+from cohort.parallel import World, on_main
 from cohort.policy import read_config
 from cohort.report.console.describe import announce
 from cohort.runs.checkpoints import load_weights
 from cohort.runs.starts import CONTINUED_BY
 from cohort.train.resume import RunEndedError, with_resume_hint
-from cohort.trl.batch import Batch
 from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of, tell_evaluation
-from cohort.trl.checkpoints import begin, best_checkpoint, check_resumable, link
-from cohort.trl.completions import CompletionTables, LastRollout
-from cohort.trl.findings import Findings
+from cohort.trl.checkpoints import begin, best_checkpoint, check_resumable, create_repo, link, upload, write_card
+from cohort.trl.config import Batch, GRPOConfig
 from cohort.trl.given import (
+    checked_inputs,
     count_prompts,
     default_arguments,
     named_model,
@@ -42,14 +43,118 @@ from cohort.trl.given import (
     with_environment_rewards,
     without_unread_variables,
 )
-from cohort.trl.hub import create_repo, upload, write_card
-from cohort.trl.inputs import checked_inputs
-from cohort.trl.logs import OF_TRANSFORMERS, Window
-from cohort.trl.notice import differences
-from cohort.trl.objective import level_warning
-from cohort.trl.overrides import absent_attribute, check_overrides
-from cohort.trl.processes import Processes
-from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, translate, trusts_code
+from cohort.trl.logs import OF_TRANSFORMERS, CompletionTables, LastRollout, Window
+from cohort.trl.notice import Findings, differences
+from cohort.trl.translate import check_args, errors_in_trl_terms, key_of_setting, level_warning, translate, trusts_code
+
+# ----------------------------------------
+# ``trainer.accelerator``: what scripts ask accelerate's ``Accelerator`` about the processes of a run.
+
+
+class Processes:
+    """The processes of a run, by the names of accelerate.
+
+    Args:
+        world: the ranks.
+        device: of this process.
+    """
+
+    def __init__(self, world: World, device: Any) -> None:
+        self._world, self.device = world, device
+        self.is_main_process, self.is_local_main_process = world.is_main, world.local_rank == 0
+        self.process_index, self.local_process_index = world.rank, world.local_rank
+        self.num_processes = world.size
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here."""
+        self._world.barrier()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the first process of each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    def unwrap_model(self, model: Any, **_: Any) -> Any:
+        """The model, which nothing wraps here."""
+        return model
+
+
+# ----------------------------------------
+# Attributes of TRL's trainer that ``cohort.trl.GRPOTrainer`` does not have: a subclass may not override its methods,
+# and an error says what to use instead.
+
+
+PRIVATE = frozenset(
+    (
+        *("_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions"),
+        *("_generate_single_turn", "_get_per_token_logps_and_entropies", "_get_tool_suffix_ids"),
+        *("_log_completion_extra", "_log_metric", "_send_telemetry", "_tokenize_prompts", "_tool_call_loop"),
+        *("get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask"),
+    )
+)
+"""Methods of TRL's ``GRPOTrainer`` that transformers' ``Trainer`` does not have."""
+
+INSTEAD = {
+    "_metrics": "a reward function adds a metric by its parameter log_metric, other code by trainer.log({...})",
+    "_step": "trainer.state.global_step counts updates",
+    "chat_template": "it is trainer.processing_class.chat_template",
+    "create_optimizer": "pass optimizers=(optimizer, scheduler)",
+    "create_scheduler": "pass optimizers=(optimizer, scheduler)",
+    "data_collator": "pass rows with a column 'prompt'",
+    "deepspeed": "DeepSpeed is not used; save_model() gathers the weights in any layout",
+    "epsilon_low": "it is trainer.args.epsilon",
+    "generation_config": "set temperature, top_p, ... of GRPOConfig",
+    "get_eval_dataloader": "the rows are trainer.eval_dataset",
+    "get_train_dataloader": "the rows are trainer.train_dataset",
+    "llm": "set use_vllm of GRPOConfig",
+    "model_wrapped": "the model is trainer.model",
+    "predict": "trainer.evaluate(rows) samples and scores",
+    "tokenizer": "it is trainer.processing_class",
+    "vllm_client": "set use_vllm of GRPOConfig",
+    "vllm_generation": "set use_vllm of GRPOConfig",
+}
+"""What to use for attributes of TRL's trainer. For those with the name of an argument, it is ``trainer.args.NAME``."""
+
+
+def absent_attribute(trainer: Any, name: str) -> Any:
+    """``GRPOTrainer.__getattr__``.
+
+    Raises:
+        AttributeError: always; says what to use for an attribute of TRL's trainer.
+    """
+    instead = INSTEAD.get(name)
+    if instead is None and name in {field.name for field in fields(GRPOConfig)}:
+        instead = f"it is trainer.args.{name}"
+    if instead is None and (name in PRIVATE or hasattr(Trainer, name)):
+        instead = "Cohort's trainer does not work by TRL's methods (see 'cohort docs trl')"
+    hint = f": {instead}" if instead else ""
+    raise AttributeError(f"cohort.trl.GRPOTrainer has no attribute {name!r}{hint}", name=name, obj=trainer)
+
+
+def check_overrides(subclass: type, own: type) -> None:
+    """Check that a subclass overrides nothing that would never be called.
+
+    Args:
+        subclass: the class.
+        own: ``cohort.trl.GRPOTrainer``.
+
+    Raises:
+        ConfigError: names what it overrides.
+    """
+    public = {name for name in vars(own) if not name.startswith("_")}
+    private = {name for name, value in vars(own).items() if callable(value) and not name.startswith("__")} - public
+    refused = (PRIVATE | private | {name for name in dir(Trainer) if not name.startswith("__")}) - public
+    mixed = [base for base in subclass.__mro__ if not issubclass(own, base)]
+    if found := sorted({name for base in mixed for name, value in vars(base).items() if _is_method(value)} & refused):
+        raise ConfigError(
+            f"{subclass.__name__} overrides {', '.join(found)}, which cohort.trl.GRPOTrainer never calls: use reward "
+            "functions, callbacks, environment_factory, or the settings of cohort.GRPOTrainer"
+        )
+
+
+def _is_method(value: Any) -> bool:
+    return callable(value) or isinstance(value, staticmethod | classmethod | property)
+
 
 log = logging.getLogger("cohort.trl")
 

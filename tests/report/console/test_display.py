@@ -6,7 +6,7 @@ import time
 
 from cohort.report.console import display as display_module
 from cohort.report.console.display import StepDisplay
-from cohort.report.console.lines import step_line
+from cohort.report.console.progress import step_line
 from cohort.report.diagnosis import why_no_gradient
 from cohort.watchdog import waiting
 from tests.conftest import each

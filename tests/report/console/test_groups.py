@@ -4,7 +4,7 @@ import pytest
 from rich.cells import cell_len
 
 from cohort.errors import RunFolderError
-from cohort.report.console.groups import StoredGroups, group_lines, group_view, newest_file
+from cohort.report.console.view import StoredGroups, group_lines, group_view, newest_file
 from tests.report.console.made import write_step
 
 

@@ -4,9 +4,9 @@ import json
 import os
 
 from cohort.report.console import tail
-from cohort.report.console.groups import newest_file
 from cohort.report.console.live import newest_checkpoint
 from cohort.report.console.tail import Tail, read_starts
+from cohort.report.console.view import newest_file
 from tests.report.console.made import line, make_run, write_lines, write_step
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from cohort.report.console import keys as key_module
 from cohort.report.console import live as live_module
+from cohort.report.console import screen as key_module
 from cohort.report.console import screen as module
 from cohort.report.console.display import StepDisplay
-from cohort.report.console.keys import Keys
 from cohort.report.console.live import is_live_terminal
-from cohort.report.console.screen import Printed, Screen
+from cohort.report.console.screen import Keys, Printed, Screen
 from tests import warm
 from tests.launch.test_processes import wait_for
 from tests.report.console.made import line, make_run

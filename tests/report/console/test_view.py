@@ -3,8 +3,7 @@
 import pytest
 from rich.cells import cell_len
 
-from cohort.report.console.hints import hint
-from cohort.report.console.progress import POINTS, RunProgress, Seconds, Series
+from cohort.report.console.progress import POINTS, RunProgress, Seconds, Series, hint
 from cohort.report.console.view import Moment, as_plain, hanging, view
 from cohort.report.words import clean
 from tests.conftest import each

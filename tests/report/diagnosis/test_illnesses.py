@@ -12,7 +12,7 @@ import torch
 
 from cohort import GRPOConfig
 from cohort.objective import PRESETS
-from cohort.report.console.state import RunState
+from cohort.report.console.progress import RunState
 from cohort.report.diagnosis import NAMES, Diagnosis, Level
 from cohort.train.layout import part_of
 from cohort.train.logps import policy_logps

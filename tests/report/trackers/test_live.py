@@ -10,8 +10,8 @@ import pytest
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.errors import ConfigError
-from cohort.report.trackers import Trackers, __main__, live, outlets, send_run
-from cohort.report.trackers.state import State
+from cohort.report.trackers import Trackers, __main__, live, send, send_run
+from cohort.report.trackers.send import State
 from tests.conftest import DEMO_MODEL
 from tests.report.trackers.made import Stub, add_lines, made_run
 from tests.train.harness import ROWS, make_trainer, same_parameters, untimed_metrics_of
@@ -129,7 +129,7 @@ def test_the_process_follows_the_run(tmp_path, monkeypatch):
                 raise failures.pop()
             super().log(values, step)
 
-    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", Mine)
+    monkeypatch.setitem(send.OUTLETS, "tensorboard", Mine)
     monkeypatch.setattr(__main__, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(__main__, "RETRY_SECONDS", 0.01)
     codes = []
@@ -169,7 +169,7 @@ def test_a_full_disk_does_not_end_the_process(tmp_path, monkeypatch):
                 raise failures.pop()
             super().log(values, step)
 
-    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", Mine)
+    monkeypatch.setitem(send.OUTLETS, "tensorboard", Mine)
     monkeypatch.setattr(__main__, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(__main__.sys, "stderr", FullDisk())
     monkeypatch.setattr(__main__, "LOOK_SECONDS", 0.01)
@@ -202,7 +202,7 @@ def test_an_error_of_an_earlier_process_is_forgotten(tmp_path, monkeypatch):
         seen.append(State.read(run, "tensorboard").error)
         raise ConnectionError("gone")
 
-    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", outlet)
+    monkeypatch.setitem(send.OUTLETS, "tensorboard", outlet)
     ended.set()
     assert __main__.main(run, "tensorboard", None, ended) == 1
     assert seen == [None]
@@ -211,12 +211,12 @@ def test_an_error_of_an_earlier_process_is_forgotten(tmp_path, monkeypatch):
 
 def test_the_process_that_cannot_send_ends_with_the_run(tmp_path, monkeypatch, capsys):
     run, ended = made_run(tmp_path / "run"), threading.Event()
-    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", lambda opening: 1 / 0)
+    monkeypatch.setitem(send.OUTLETS, "tensorboard", lambda opening: 1 / 0)
     ended.set()
     assert __main__.main(run, "tensorboard", None, ended) == 1
     assert State.read(run, "tensorboard").error == "ZeroDivisionError: division by zero"
     error = MlflowError("GET https://me:word@host/api failed")
-    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", raising(error))
+    monkeypatch.setitem(send.OUTLETS, "tensorboard", raising(error))
     assert __main__.main(run, "tensorboard", None, ended) == 1
     assert State.read(run, "tensorboard").error == "MlflowError: GET https://***@host/api failed"
     assert "me:word" not in (said := capsys.readouterr().err)  # which is log.txt

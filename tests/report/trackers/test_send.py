@@ -11,9 +11,8 @@ import pytest
 from cohort.cli import main
 from cohort.errors import ConfigError, RunFolderError
 from cohort.lock import Lock
-from cohort.report.trackers import KINDS, check_installed, outlets, send_run
-from cohort.report.trackers.send import hyperparameters, left_to_send, tables
-from cohort.report.trackers.state import State
+from cohort.report.trackers import KINDS, check_installed, send, send_run
+from cohort.report.trackers.send import State, hyperparameters, left_to_send, tables
 from tests.report.trackers.made import Stub, add_lines, made_run
 
 
@@ -26,7 +25,7 @@ def run(tmp_path):
 def stub(monkeypatch):
     """In the place of TensorBoard, a class of its own: what it is sent starts empty."""
     kind = type("Mine", (Stub,), {"sent": [], "opened": []})
-    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", kind)
+    monkeypatch.setitem(send.OUTLETS, "tensorboard", kind)
     return kind
 
 
@@ -93,7 +92,7 @@ def test_mlflow_reads_what_was_sent(run, tmp_path, monkeypatch):
     assert found.data.tags["findings/all_wrong"].startswith("step 5, alarm")
     points = [(point.step, point.value) for point in client.get_metric_history(sent.id, "time")]
     assert points == [(n, 100.0 + n) for n in range(14)]
-    assert "rewards._lambda_" in found.data.metrics  # in a store of files, see outlets.py
+    assert "rewards._lambda_" in found.data.metrics  # in a store of files, see send.py
     table = json.loads((next((tmp_path / "store").rglob("completions/step-10.json"))).read_text())
     assert table["columns"] == ["group", "prompt", "completion", "finish_reason", "reward", "advantage", "rewards/f"]
     assert table["data"][0] == [5, "1+1", "<script>alert(1)</script>", "stop", 1.0, 0.5, 1.0]
@@ -169,7 +168,7 @@ def test_a_tracker_that_fails_goes_on_where_it_was(run, stub, monkeypatch):
     assert State.read(run, "tensorboard").step == 3
     assert stub.sent[-1] == "finished"
     monkeypatch.undo()
-    monkeypatch.setitem(outlets.OUTLETS, "tensorboard", stub)
+    monkeypatch.setitem(send.OUTLETS, "tensorboard", stub)
     assert send_run(run, "tensorboard").steps == 9
     assert steps_of(stub) == list(range(13))
 
@@ -195,7 +194,7 @@ def test_settings_as_hyperparameters():
 
 def test_ids_are_read_back(run):
     """trackio's runs are known by their names, which are made of the folder's."""
-    name = outlets.run_name("sums lr=1e-5 \N{SNOWMAN}" + "x" * 200)
+    name = send.run_name("sums lr=1e-5 \N{SNOWMAN}" + "x" * 200)
     assert re.fullmatch(r"sums-lr-1e-5-x{87}-[0-9a-f]{6}", name)
     (run / "trackers" / "tensorboard").mkdir(parents=True)
     State(id=name).write(run, "tensorboard")

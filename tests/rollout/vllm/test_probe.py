@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cohort.config import ModelConfig
 from cohort.errors import PolicyMismatchError
 from cohort.policy import load_policy
-from cohort.rollout.vllm.probe import DRAWN_TOKENS, ServerProbe
+from cohort.rollout.vllm.connect import DRAWN_TOKENS, ServerProbe
 from cohort.rollout.vllm.server import Server, ServerError
 
 from .stand_in_weights import WeightStandIn

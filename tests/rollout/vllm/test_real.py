@@ -18,9 +18,9 @@ from cohort.demo.task import accuracy, problems
 from cohort.errors import ConfigError, EngineError, PolicyMismatchError
 from cohort.policy import load_policy
 from cohort.rollout import RNGKey, Sampling, Watch
+from cohort.rollout.vllm.connect import ServerProbe
 from cohort.rollout.vllm.own_server import OwnServer
 from cohort.rollout.vllm.plugin import check_sizes, describe_server
-from cohort.rollout.vllm.probe import ServerProbe
 from cohort.rollout.vllm.transports import transport_of
 from tests.conftest import DEMO_MODEL
 

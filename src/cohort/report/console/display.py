@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from cohort.report.console.lines import step_line
 from cohort.report.console.live import JOIN_SECONDS, Live, is_live_terminal
-from cohort.report.console.progress import RunProgress
-from cohort.report.console.state import RunState
+from cohort.report.console.progress import RunProgress, RunState, step_line
 from cohort.report.console.tail import Tail, read_starts
 from cohort.report.diagnosis import why_no_gradient
 from cohort.report.words import duration

@@ -25,11 +25,9 @@ from rich.text import Text
 
 from cohort import terminal
 from cohort.errors import RunFolderError
-from cohort.report.console.groups import ShownGroup, StoredGroups, group_view, newest_file
-from cohort.report.console.keys import Keys
-from cohort.report.console.screen import Printed, Screen
-from cohort.report.console.state import RunState
-from cohort.report.console.view import NARROW, Moment, hanging, view
+from cohort.report.console.progress import RunState
+from cohort.report.console.screen import Keys, Printed, Screen
+from cohort.report.console.view import NARROW, Moment, ShownGroup, StoredGroups, group_view, hanging, newest_file, view
 from cohort.report.history import stored_checkpoints
 from cohort.report.words import clean
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from cohort.report.diagnosis.numbers import number
-from cohort.report.labels import reward_functions
-from cohort.report.words import PHASES
+from cohort.report.diagnosis import Diagnosis, Finding, worst
+from cohort.report.diagnosis.case import number as number_of
+from cohort.report.history import DAMAGE, read_file, toml_table
+from cohort.report.series import parts_of, reward_functions
+from cohort.report.words import PHASES, clean, number, share
 
 POINTS = 512
 """Points of a series. A longer one is stored at half the resolution."""
@@ -109,7 +112,7 @@ class RunProgress:
             self.reward.add(metrics.get("reward/mean"))
             for name, key in reward_functions(metrics).items():
                 self.rewards.setdefault(name, Series()).add(metrics[key])
-                mean, spread = number(metrics, key), number(metrics, f"{key}/std")
+                mean, spread = number_of(metrics, key), number_of(metrics, f"{key}/std")
                 # The variance of 0s and 1s follows from their mean.
                 if mean is not None and (spread is None or abs(spread * spread - mean * (1 - mean)) > ROUNDING):
                     self.graded.add(name)
@@ -168,3 +171,205 @@ def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
     if high <= low:
         return bars[(len(bars) - 1) // 2] * len(values)
     return "".join(bars[round((value - low) / (high - low) * (len(bars) - 1))] for value in values)
+
+
+# ----------------------------------------
+# One hint on the time of a step: what takes much of it, and what to do.
+
+
+REWARDS, FILES, WAITING, SAMPLING = 0.25, 0.25, 0.3, 0.8
+"""Shares of the time from which a hint is worth reading."""
+
+
+def hint(seconds: Seconds, settings: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
+    """What to do about the phase that takes more than it should; empty if none does.
+
+    Args:
+        seconds: where the time of the latest steps went.
+        settings: the run's, as nested tables.
+        metrics: of the latest step.
+    """
+    shares = seconds.shares
+    if (part := shares.get("rewards", 0.0)) >= REWARDS:
+        slowest = max(seconds.functions, key=lambda name: seconds.functions[name], default="")
+        which = f", most of it in {slowest}" if len(seconds.functions) > 1 else ""
+        how = "set reward.workers, or make the functions async, to score while sampling goes on"
+        if _setting(settings, "reward", "workers"):
+            how = "raise reward.workers, or make the functions faster"
+        return f"rewards take {part:.0%} of the step{which}: {how}"
+    if (part := shares.get(BETWEEN, 0.0)) >= FILES:
+        rare = [f"{table}.{key}" for table, key in (("eval", "eval_steps"), ("run", "save_steps"))]
+        rare = [name for name in rare if _is_on(settings, *name.split("."))]
+        how = f"raise {' or '.join(rare)}" if rare else "files, trackers or callbacks are slow"
+        return f"{BETWEEN} take {part:.0%} of the time: {how}"
+    if (part := shares.get("waiting for the rollout", 0.0)) >= WAITING:
+        return f"training waits for its rollout {part:.0%} of the time: {_faster_rollout(seconds, settings)}"
+    blocked = metrics.get("seconds/episodes_blocked")
+    if blocked and seconds.step and (part := blocked / seconds.step) >= REWARDS:
+        return f"sampling waits for tools and environments {part:.0%} of the step: raise environment.tool_workers"
+    if (part := shares.get("sampling", 0.0)) >= SAMPLING and _setting(settings, "rollout", "engine") != "vllm":
+        how = 'shorter completions cost less, and on a GPU rollout.engine = "vllm" samples faster'
+        return f"sampling takes {part:.0%} of the step: {how}"
+    return ""
+
+
+def _faster_rollout(seconds: Seconds, settings: Mapping[str, Any]) -> str:
+    """What to do when a rollout in the background takes longer than a step."""
+    if sum(seconds.functions.values()) >= seconds.step / 2:
+        return "raise reward.workers, or make the reward functions faster"
+    if _setting(settings, "rollout", "engine") == "vllm":
+        return "add servers to vllm.url, or lower rollout.max_completion_length"
+    return 'lower rollout.max_completion_length, or on a GPU set rollout.engine = "vllm"'
+
+
+def _is_on(settings: Mapping[str, Any], section: str, key: str) -> bool:
+    value = _setting(settings, section, key)
+    return isinstance(value, int) and value > 0
+
+
+def _setting(settings: Mapping[str, Any], section: str, key: str) -> Any:
+    table = settings.get(section)
+    return table.get(key) if isinstance(table, Mapping) else None
+
+
+# ----------------------------------------
+# Steps and evaluations in one line each.
+
+
+def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
+    """One line about a step. It has no loss, whose value means nothing in GRPO."""
+    parts = [f"reward {number(metrics.get('reward/mean'))}"]
+    parts += [f"{name} {number(metrics[key])}" for name, key in reward_functions(metrics).items()]
+    if groups_can_die and "groups/dead_share" in metrics:
+        parts.append(f"dead groups {share(metrics['groups/dead_share'])}")
+    if (metrics.get("groups/rounds") or 0) > 1:
+        sampled, left_out = (number(metrics.get(f"groups/{key}"), "g") for key in ("sampled", "left_out"))
+        parts.append(f"{sampled} groups sampled, {left_out} left out")
+    if "episodes/turns" in metrics:
+        parts.append(f"turns {number(metrics['episodes/turns'], '.1f')}")
+        if calls := metrics.get("episodes/calls"):
+            failed = metrics.get("episodes/failed_call_share")
+            parts.append(f"calls {calls:.2f}" + (f" ({failed:.0%} failed)" if failed else ""))
+        if metrics.get("episodes/failed"):
+            parts.append(f"{metrics['episodes/failed']} episodes failed")
+    if "entropy" in metrics:
+        parts.append(f"entropy {number(metrics['entropy'], '.4f')}")
+    if "kl/k3" in metrics:
+        parts.append(f"KL {number(metrics['kl/k3'], '.4f')}")
+    parts.append(f"{number(metrics.get('tokens_per_second'), ',.0f')} tokens/s")
+    return "  ".join(parts)
+
+
+def evaluation_line(metrics: dict[str, Any], when: str, success: str = "") -> str:
+    """Rewards, pass@k and maj@k of an evaluation with their intervals, set by set.
+
+    Args:
+        metrics: the metrics of a step.
+        when: when it was, in words.
+        success: what decides that a completion is correct, as in "math >= 1"; empty: unknown.
+    """
+    sets: dict[str, list[str]] = {}
+    for key, mean in metrics.items():
+        name, metric = parts_of(key)
+        if key.startswith("eval/") and key.endswith("/mean") and metric not in ("length", "cut_share"):
+            low, high = (metrics.get(key.removesuffix("mean") + end) for end in ("low", "high"))
+            interval = "" if low is None or high is None else f" ({number(low)} to {number(high)})"
+            title = metric.removeprefix("rewards/") + (f" by {success}" if success and "@" in metric else "")
+            sets.setdefault(name, []).append(f"{title} {number(mean)}{interval}")
+    found = [f"{name}: " * bool(name) + ", ".join(parts) for name, parts in sets.items()]
+    return f"evaluation {when}: " + "; ".join(found)
+
+
+def best_lines(summary: dict[str, Any]) -> list[str]:
+    """The best model and early stopping in words; empty without either."""
+    lines = []
+    if best := summary.get("best"):
+        value = f"{best['metric']} {number(best['value'])}"
+        lines.append(f"best: {value} after step {best['step']}, kept in {summary['output_dir']}/best")
+    if summary.get("stopped_early"):
+        patience = "no better evaluation within eval.early_stopping_patience"
+        lines.append(f"stopped early after step {summary['steps']}: {patience}")
+    return lines
+
+
+# ----------------------------------------
+# A run as the terminal follows it: its progress, and the diagnosis of each step in words.
+
+
+QUIET = ("value_zero",)
+"""Notes on what is normal at the first update of every run: reports and ``cohort diagnose`` have them."""
+
+
+class RunState:
+    """The progress and the diagnosis of a run, fed with the lines of its ``metrics.jsonl`` in order.
+
+    Args:
+        folder: the run folder, whose settings are read. None: the defaults.
+        steps: steps of the whole run; None: unknown.
+    """
+
+    def __init__(self, folder: Path | None = None, steps: int | None = None) -> None:
+        self.folder = folder
+        self.settings = settings_of(folder) if folder else {}
+        self.progress = RunProgress(steps=steps)
+        self.is_going = True
+        """Whether a process trains it, so that there is a time left."""
+        self._diagnosis = Diagnosis(self.settings)
+
+    def add(self, metrics: dict[str, Any]) -> list[str]:
+        """Take a step's metrics; return what is new to say: findings that begin, worsen or end, and the evaluation."""
+        progress = self.progress
+        progress.add(metrics)
+        said = [finding_text(one) for one in self._diagnosis.step_or_log(metrics) if one.check not in QUIET]
+        if metrics["step"]:
+            progress.health = self._diagnosis.health
+            progress.level = worst(self._diagnosis.findings) or "note"
+        if any(key.startswith("eval/") for key in metrics):
+            step = metrics["step"]
+            when = f"after step {step}" if step else "before training"
+            said.append(clean(evaluation_line(metrics, when, success_of(self.settings))))
+        return said
+
+    @property
+    def groups_compared(self) -> bool:
+        """Whether a group of equal rewards teaches nothing, so that the share of dead groups says something."""
+        return self._diagnosis.groups_compared
+
+    def standing(self) -> list[str]:
+        """The warnings and alarms that stand, in words."""
+        return [finding_text(one) for one in self._diagnosis.standing if one.level != "note"]
+
+
+def success_of(settings: dict[str, Any]) -> str:
+    """What counts as correct in the evaluations of a run, from its settings; empty if they do not say.
+
+    >>> success_of({"eval": {"success": "math", "success_threshold": 0.5}})
+    'math >= 0.5'
+    >>> success_of({"reward": {"functions": ["/data/rewards.py:digits(n=2)"]}})
+    'digits >= 1'
+    """
+    chosen, functions = settings.get("eval", {}), settings.get("reward", {}).get("functions", [])
+    function = chosen.get("success") or (functions[0] if len(functions) == 1 else "")
+    function = function.partition("(")[0].rpartition(":")[2]  # as the metrics name it
+    return f"{function} >= {number(chosen.get('success_threshold', 1.0), 'g')}" if function else ""
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The settings in a run folder as nested tables; empty if they cannot be read."""
+    try:
+        return toml_table(read_file(folder, "config.toml").decode())
+    except DAMAGE:
+        return {}
+
+
+def finding_text(finding: Finding) -> str:
+    """A finding for the terminal: when it begins or worsens, what to do; or that it has ended.
+
+    >>> print(finding_text(Finding("all_right", "warning", 7, "every answer is right.", "Take harder prompts.")))
+    step 7: warning (all_right): every answer is right.
+      -> Take harder prompts.
+    """
+    if finding.end is not None:
+        return f"step {finding.end}: ended ({finding.check})"
+    text = f"step {finding.step}: {finding.level} ({finding.check}): {finding.found}"
+    return clean(f"{text}\n  -> {finding.advice}" if finding.advice else text)

@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cohort.report.files import DAMAGE, inside, json_object
-from cohort.report.history import MAX_LINE, MAX_STEP, read_lines, step_metrics
+from cohort.report.history import DAMAGE, MAX_LINE, MAX_STEP, inside, json_object, read_lines, step_metrics
 
 CHUNK = 2**20
 MAX_READ = 64 * CHUNK

@@ -10,9 +10,195 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
+from cohort.config.objective import ObjectiveConfig
 from cohort.config.report import ThresholdsConfig
-from cohort.report.diagnosis.facts import Facts
-from cohort.report.diagnosis.numbers import differs, mean, number, share_interval, variance
+from cohort.config.section import Section
+from cohort.errors import ConfigError
+from cohort.presets import Objective
+from cohort.presets.parts import DynamicSampling
+
+# ----------------------------------------
+# Numbers of untrusted metrics, and what the checks compute from a few of them.
+
+
+CONFIDENCE = 2.576
+"""Standard errors of a two-sided interval of 99%: with a looser one, some run of thousands would look ill by chance."""
+
+LARGEST = 1e100
+"""Numbers beyond are no measurement, and their squares would overflow."""
+
+
+def number(metrics: Mapping[str, Any], key: str) -> float | None:
+    """A number within ``LARGEST``; None for whatever else a line of ``metrics.jsonl`` has under the key."""
+    value = metrics.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if abs(found) <= LARGEST else None
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """The mean; None of nothing."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def share_interval(count: float, total: float) -> tuple[float, float]:
+    """Wilson's score interval of a share of ``count`` in ``total``, (0, 1) of nothing. E. B. Wilson, 1927.
+
+    >>> [round(end, 3) for end in share_interval(10, 10)]
+    [0.601, 1.0]
+    """
+    if total <= 0:
+        return 0.0, 1.0
+    share, squared = min(1.0, max(0.0, count / total)), CONFIDENCE**2 / total
+    centre = share + squared / 2
+    spread = CONFIDENCE * math.sqrt(share * (1 - share) / total + squared / (4 * total))
+    return max(0.0, (centre - spread) / (1 + squared)), min(1.0, (centre + spread) / (1 + squared))
+
+
+def differs(before: Sequence[float], after: Sequence[float]) -> float:
+    """The difference of two means in standard errors (Welch). 0 with fewer than two numbers on a side; infinite if
+    neither side varies.
+
+    >>> differs([1, 2, 3], [1, 2, 3]), differs([0, 0], [1, 1])
+    (0.0, inf)
+    """
+    if len(before) < 2 or len(after) < 2:
+        return 0.0
+    difference = math.fsum(after) / len(after) - math.fsum(before) / len(before)
+    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
+    return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
+
+
+def variance(values: Sequence[float]) -> float:
+    """Divided by n - 1."""
+    centre = math.fsum(values) / len(values)
+    return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
+
+
+# ----------------------------------------
+# What the checks need to know of a run's settings.
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A run's settings as the checks use them. What is absent or unreadable has its default, so that a run folder of
+    another version can be looked at."""
+
+    objective: Objective
+    updates: int = 1
+    """Updates of a rollout."""
+    prompts: int = 8
+    """Prompts of a step."""
+    generations: int = 8
+    """Completions of a prompt."""
+    max_length: int = 256
+    """``rollout.max_completion_length``."""
+    fixed_length: bool = False
+    """Whether every completion is to reach that length."""
+    learning_rate: float = 0.0
+    """Its highest value."""
+    weights: tuple[float, ...] | None = None
+    """Of the reward functions. None: all 1."""
+    truncates: bool = False
+    """Whether sampling leaves tokens out that the update does not: ``rollout.replay_sampling`` is off."""
+    confidence: float = 0.95
+    """Of the intervals of evaluations."""
+    skip: frozenset[str] = frozenset()
+    """Checks that are left out."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Facts:
+        """The facts of settings as a file has them: nothing in it is trusted, and no file that it names is read."""
+        names = ("rollout", "objective", "reward", "optim", "report")
+        rollout, objective, reward, optim, report = (_table(settings, name) for name in names)
+        skip = report.get("skip_checks")
+        confidence = _number(_table(settings, "eval"), "confidence", 0.95)
+        return cls(
+            objective=(resolved := _objective(objective)),
+            updates=_positive(objective, "num_iterations", 1)
+            * _positive(objective, "minibatches", resolved.minibatches),
+            prompts=_positive(rollout, "prompts_per_step", 8),
+            generations=_positive(rollout, "num_generations", 8),
+            max_length=(longest := _positive(rollout, "max_completion_length", 256)),
+            fixed_length=_positive(rollout, "min_completion_length", 0) >= longest,
+            learning_rate=_number(optim, "learning_rate", 0.0),
+            weights=_numbers_of(reward.get("weights")),
+            truncates=_truncates(rollout) and rollout.get("replay_sampling") is False,
+            confidence=confidence if 0 < confidence < 1 else 0.95,
+            skip=frozenset(str(name) for name in skip) if isinstance(skip, list | tuple) else frozenset(),
+        )
+
+    @property
+    def groups_compared(self) -> bool:
+        """Whether a group of equal rewards teaches nothing."""
+        return self.objective.group_relative and self.objective.credit in ("outcome", "return_to_go")
+
+    @property
+    def resamples(self) -> bool:
+        """Whether groups of equal rewards are sampled anew."""
+        return isinstance(self.objective.group_filter, DynamicSampling)
+
+
+def _truncates(rollout: Mapping[str, Any]) -> bool:
+    """Whether tokens are drawn from less than the full softmax (docs/metrics.md, "Sampler and trainer")."""
+    numbers = any(_number(rollout, key, 0.0) > 0 for key in ("top_k", "min_p", "min_completion_length"))
+    grammar = any(rollout.get(key) for key in ("regex", "json_schema"))
+    return numbers or bool(grammar) or any(_number(rollout, key, 1.0) != 1 for key in ("top_p", "repetition_penalty"))
+
+
+def thresholds_of(settings: Mapping[str, Any]) -> ThresholdsConfig:
+    """``[report.thresholds]`` as a file has it; a number that is invalid has its default."""
+    table = _table(_table(settings, "report"), "thresholds")
+    return ThresholdsConfig(**_readable(ThresholdsConfig, table))
+
+
+def _objective(table: Mapping[str, Any]) -> Objective:
+    """The objective; the default one if this version does not know it."""
+    try:
+        return ObjectiveConfig(**_readable(ObjectiveConfig, table)).resolve()
+    except (ConfigError, ValueError, TypeError):
+        return ObjectiveConfig().resolve()
+
+
+def _readable(section: type[Section], table: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a table that a section of settings accepts."""
+    found: dict[str, Any] = {}
+    for key in set(table) & set(section.model_fields):
+        try:
+            section(**{key: table[key]})
+        except (ConfigError, ValueError, TypeError):
+            continue
+        found[key] = table[key]
+    return found
+
+
+def _table(settings: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = settings.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(table: Mapping[str, Any], key: str, default: float) -> float:
+    value = number(table, key)
+    return default if value is None else value
+
+
+def _positive(table: Mapping[str, Any], key: str, default: int) -> int:
+    """An integer setting of at least 1."""
+    value = table.get(key)
+    return value if type(value) is int and 0 < value < LARGEST else default
+
+
+def _numbers_of(values: Any) -> tuple[float, ...] | None:
+    """A list of numbers; None for anything else."""
+    if not isinstance(values, list | tuple):
+        return None
+    found = [number({"value": value}, "value") for value in values]
+    return None if None in found else tuple(value for value in found if value is not None)
+
 
 START = 5
 """Steps that the start of a run is measured by."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from cohort.report.diagnosis.case import RECENT, Case
-from cohort.report.diagnosis.finding import Level, Verdict
-from cohort.report.diagnosis.health import clipped_share
-from cohort.report.diagnosis.numbers import mean, number, share_interval
+from cohort.report.diagnosis.case import RECENT, Case, mean, number, share_interval
+from cohort.report.diagnosis.finding import Level, Verdict, clipped_share
 
 FEWEST_STEPS = 5
 CERTAIN = 4.0

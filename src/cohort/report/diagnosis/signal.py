@@ -1,12 +1,68 @@
 """Checks of the learning signal: whether rewards differ within groups, and if not, why; and whether there is a
-gradient."""
+gradient.
+"""
 
 from __future__ import annotations
 
-from cohort.report.diagnosis.case import RECENT, Case, Metrics
-from cohort.report.diagnosis.causes import CAUSES, why_no_gradient
+from collections.abc import Mapping
+from typing import Any
+
+from cohort.report.diagnosis.case import RECENT, Case, Metrics, differs, number
 from cohort.report.diagnosis.finding import Level, Verdict
-from cohort.report.diagnosis.numbers import differs, number
+
+# ----------------------------------------
+# Why a step's updates had no gradient, from its metrics alone.
+
+
+CAUSES = {
+    "masked": "belong to completions cut by the length limit, which objective.truncated masks",
+    "no_advantage": "have an advantage of 0",
+    "low_entropy": "are not among the objective.top_entropy tokens",
+    "mismatch": "are dropped by objective.mismatch",
+    "off_policy": "are dropped by the off-policy mask",
+    "clipped_low": "are silenced by the trust region",
+    "clipped_high": "are silenced by the trust region",
+    "vanished": "have a multiplier of 0 in the trust region",
+}
+"""Why a token has no gradient (``tokens/CAUSE_share``), as what follows "90% of the tokens"."""
+
+
+def why_no_gradient(metrics: Mapping[str, Any]) -> str:
+    """Why a step's updates had no gradient, from its metrics; and which functions failed, which may be behind it."""
+    failed = [key for key in metrics if key.startswith("rewards/") and key.endswith("/failed") and metrics[key]]
+    if not failed or metrics.get("reward/mean", 0) is None:
+        return _why(metrics)
+    names = [key.removeprefix("rewards/").removesuffix("/failed") for key in failed]
+    counts = [f"{name} failed on {metrics[f'rewards/{name}/failed']:,} completions" for name in names]
+    shares = [number(metrics, f"rewards/{name}/unscored_share") for name in names]
+    of = [f" ({share:.0%})" if share else "" for share in shares]
+    causes = " and ".join(map("".join, zip(counts, of, strict=True)))
+    return f"{causes}, which are unscored (the log has the traceback). Without them, {_why(metrics)}"
+
+
+def _why(metrics: Mapping[str, Any]) -> str:
+    left_out = number(metrics, "groups/left_out")
+    if left_out and left_out == number(metrics, "groups/sampled"):
+        return "no update was made: every group has equal rewards, and objective.group_filter dropped them all"
+    if "reward/mean" in metrics and metrics["reward/mean"] is None:
+        begin, end = "rewards/", "/unscored_share"
+        keys = [key for key, value in metrics.items() if key.startswith(begin) and key.endswith(end) and value == 1]
+        names = [key.removeprefix(begin).removesuffix(end) for key in keys]
+        verbs = ["failed on" if metrics.get(f"rewards/{name}/failed") else "returned None for" for name in names]
+        reasons = [f"{name} {verb} every one" for name, verb in zip(names, verbs, strict=True)]
+        if (errors := number(metrics, "completions/errors")) and not reasons:
+            return f"no update had a gradient: no completion was scored; {errors:.0f} could not be sampled"
+        if not reasons:
+            return "no update had a gradient: no completion was scored (reward/unscored)"
+        return f"no update had a gradient: no completion was scored, because {' and '.join(reasons)}"
+    shares = {cause: number(metrics, f"tokens/{cause}_share") or 0.0 for cause in CAUSES}
+    if not any(shares.values()):
+        return "no update had a gradient ('cohort docs metrics': tokens/..._share)"
+    cause = max(shares, key=lambda name: shares[name])
+    if cause == "no_advantage" and metrics.get("groups/dead_share") == 1:
+        return "no update had a gradient: every group has equal rewards, so there is nothing to learn"
+    return f"no update had a gradient: {shares[cause]:.0%} of the tokens {CAUSES[cause]} (tokens/{cause}_share)"
+
 
 FEWEST_STEPS = 5
 """Steps that a share is taken over at least."""
@@ -213,3 +269,127 @@ def _starved(case: Case) -> bool:
     """Whether dynamic sampling finds fewer than half of the groups that a step is to have."""
     used = case.groups() - sum(case.values("groups/left_out", RECENT))
     return used < 0.5 * case.facts.prompts * len(case.recent(RECENT))
+
+
+# ----------------------------------------
+# Checks of lengths and texts: cut completions, end tokens, drift of the length, duplicates, repetition.
+
+
+MOST_CUT = 0.8
+"""Share of cut completions above which most of the run is lost: an alarm."""
+NEVER = 3
+"""Steps, and tens of completions, in which no completion ended."""
+FEWEST_COMPLETIONS = 32
+CERTAIN = 4.0
+"""Standard errors between the means of two windows that are called different."""
+SHORT = 8.0
+"""Mean length, in tokens, below which completions of a prompt are often equal without anything being wrong."""
+CORRELATED = 0.2
+NEAR = 0.1
+"""How near the highest reward is to be called reached, as a share of all rewards' range."""
+RISEN = 0.2
+"""How much the share of repeated spans has to rise over its start."""
+MOST_REPEATED = 0.8
+
+
+def end_token(case: Case) -> Verdict | None:
+    """Every completion reaches the length limit."""
+    cut, ended = (case.values(f"length/{name}_share", NEVER) for name in ("cut", "ended"))
+    completions = case.groups(NEVER) * case.facts.generations
+    if len(cut) < NEVER or min(cut) < 1 or any(ended) or completions < FEWEST_COMPLETIONS or case.facts.fixed_length:
+        return None
+    lost = any(case.start("length/ended_share"))
+    advice = (
+        "compare the run's end tokens with the token that ends a turn in the chat template ('cohort doctor', check "
+        "'ends'). A base model may need rollout.stop, or a larger rollout.max_completion_length"
+    )
+    return Verdict(
+        Level.ALARM,
+        f"no end token is {'drawn any more' if lost else 'ever drawn'}: each of the last {completions:.0f} completions "
+        f"reached {case.facts.max_length:,} tokens",
+        "start again from an earlier checkpoint (model.path) with a lower optim.learning_rate" if lost else advice,
+        {"completions": completions, "max_completion_length": case.facts.max_length},
+    )
+
+
+def truncation(case: Case) -> Verdict | None:
+    """Completions that the length limit cuts."""
+    share, low, high = case.share("length/cut_share")
+    if len(case.recent(RECENT)) < FEWEST_STEPS or low <= case.limits.truncated or case.facts.fixed_length:
+        return None
+    masked = case.facts.objective.truncated == "mask"
+    effect = ", and objective.truncated 'mask' leaves them out" if masked else ": their rewards are of unfinished texts"
+    return Verdict(
+        Level.ALARM if low > MOST_CUT else Level.WARNING,
+        f"{share:.0%} of completions are cut at {case.facts.max_length:,} tokens{effect}",
+        "raise rollout.max_completion_length; if answers could be shorter, set objective.soft_overlong",
+        {"cut_share": share, "cut_share_low": low, "cut_share_high": high},
+    )
+
+
+def length_drift(case: Case) -> Verdict | None:
+    """Lengths that have changed much since the start although the reward has not risen."""
+    before, after, certainty = case.since_start("length/mean")
+    if before is None or after is None or abs(certainty) < CERTAIN or min(before, after) <= 0:
+        return None
+    factor, limit = after / before, case.limits.length_change
+    if 1 / limit < factor < limit or case.risen("length/mean"):
+        return None
+    correlation = case.mean("advantage/length_correlation") or 0.0
+    reward = case.mean("reward/mean", RECENT)
+    if factor < 1 and reward is not None and case.highest - reward <= NEAR * (case.highest - case.lowest):
+        return None  # nothing is left to gain but brevity
+    cause = "the advantage does not follow the length, so objective.aggregation may favour it"
+    advice = "try objective.aggregation 'constant' or 'token_mean'; look at the longest completions in rollouts/"
+    if abs(correlation) > CORRELATED and (correlation > 0) == (factor > 1):
+        longer = "longer" if correlation > 0 else "shorter"
+        cause = f"{longer} completions get higher advantages (correlation {correlation:+.2f})"
+        advice = "look at what the reward functions pay for; objective.soft_overlong limits long completions"
+    return Verdict(
+        Level.WARNING,
+        f"completions went from {before:.0f} to {after:.0f} tokens while the reward did not rise (now "
+        f"{reward or 0:.2f}): " + cause,
+        advice,
+        {"length_before": before, "length": after, "length_correlation": correlation, "reward": reward},
+    )
+
+
+def duplicates(case: Case) -> Verdict | None:
+    """Completions of a prompt that are the same text, although the prompts are not learned."""
+    shares = case.values("completions/distinct_share", FEWEST_STEPS)
+    length = case.mean("length/mean", RECENT) or 0.0
+    if len(shares) < FEWEST_STEPS or length < SHORT or max(shares) >= case.limits.distinct:
+        return None
+    learned, dead = case.ends_of_dead()[0], case.mean("groups/dead_share", RECENT) or 0.0
+    if learned > 0.5 * dead:
+        return None
+    share = sum(shares) / len(shares)
+    size = case.facts.generations
+    return Verdict(
+        Level.WARNING,
+        f"of {size} completions of a prompt only {share * size:.1f} differ: the others add nothing to the comparison",
+        "raise rollout.temperature; check rollout.top_k, rollout.top_p and rollout.min_p; or lower "
+        "rollout.num_generations and use more prompts",
+        {"distinct_share": share},
+    )
+
+
+def repetition(case: Case) -> Verdict | None:
+    """Completions that repeat themselves."""
+    before, after, certainty = case.since_start("completions/repetition", 5)
+    if before is None or after is None or after <= case.limits.repetition:
+        return None
+    grown = after - before > RISEN and certainty > CERTAIN
+    if not grown and min(before, after) < MOST_REPEATED:
+        return None
+    cut = number(case.now, "length/cut_share") or 0.0
+    return Verdict(
+        Level.ALARM if grown and after > MOST_REPEATED else Level.WARNING,
+        f"{after:.0%} of all spans of 4 tokens occurred earlier in the same completion"
+        + (f" ({before:.0%} at the start)" if grown else "")
+        + f"; {cut:.0%} of completions reach the length limit",
+        "read a few completions in rollouts/. If they repeat themselves, start again from an earlier checkpoint "
+        "(RUN/checkpoints/step-N as model.path) with a lower optim.learning_rate; mask cut "
+        "completions (objective.truncated 'mask') or penalize them",
+        {"repetition": after, "repetition_before": before, "cut_share": cut},
+    )

@@ -7,9 +7,19 @@ from collections.abc import Mapping
 from statistics import NormalDist
 from typing import Any
 
-from cohort.report.diagnosis.case import RECENT, RISES, START, WINDOW, Case, Window
+from cohort.report.diagnosis.case import (
+    RECENT,
+    RISES,
+    START,
+    WINDOW,
+    Case,
+    Window,
+    differs,
+    mean,
+    number,
+    share_interval,
+)
 from cohort.report.diagnosis.finding import Level, Verdict
-from cohort.report.diagnosis.numbers import differs, mean, number, share_interval
 
 MANY_FAILED = 0.3
 GAP_STEPS = 5

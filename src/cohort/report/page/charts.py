@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cohort.report.history import RunHistory
-from cohort.report.labels import reward_functions
 from cohort.report.page.blocks import MAX_KEY
-from cohort.report.series import AXES, interval, positions
-from cohort.report.smooth import window_for
+from cohort.report.series import AXES, interval, positions, reward_functions, window_for
 
 MAX_NUMBERS = 400_000
 """Numbers of all curves together. A longer run is shown as means over several steps."""

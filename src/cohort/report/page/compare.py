@@ -8,11 +8,10 @@ from typing import Any
 
 from cohort.report.diagnosis import Diagnosis
 from cohort.report.history import RunHistory
-from cohort.report.labels import reward_functions
 from cohort.report.page.blocks import MAX_KEY, short
 from cohort.report.page.charts import CHARTS, Chart, evaluated_charts, rounded
 from cohort.report.page.sections import MAX_ROWS, number, run_state
-from cohort.report.series import AXES, Curve, Group, common_window, grouped, means_of_groups
+from cohort.report.series import AXES, Curve, Group, common_window, grouped, means_of_groups, reward_functions
 from cohort.report.verdict import conclusions, verdicts
 
 SHOWN_AXES = ("step", "updates", "tokens", "seconds")

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from cohort.errors import RunFolderError
 from cohort.lock import LOCK, Lock
-from cohort.report.files import default_settings, flat
-from cohort.report.history import RunHistory
+from cohort.report.diagnosis import Finding, Level
+from cohort.report.history import RunHistory, default_settings, flat
 from cohort.report.page.blocks import MAX_KEY, short
-from cohort.report.words import PHASES, duration
+from cohort.report.words import PHASES, cause_words, duration, fine_share
 from cohort.runs.starts import how_to_continue
 
 HEADLINE = re.compile(r"(^|/)(reward|pass@1)/mean$")
@@ -250,3 +252,227 @@ def _size(folder: Path) -> tuple[int, bool]:
 def written_at() -> str:
     """The present time."""
     return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+
+
+# ----------------------------------------
+# The diagnosis on the page: its findings in words, over time, and as marks on the curves.
+
+
+MAX_FINDINGS = 300
+"""Findings that are shown."""
+MAX_MARKED = 100
+"""Metrics on whose curves a finding is marked."""
+
+
+def shown(findings: Sequence[Finding]) -> list[Finding]:
+    """At most ``MAX_FINDINGS``: those that stand first, the worst first, then by step."""
+    return sorted(findings, key=lambda one: (not one.stands, -one.level.rank, one.begin))[:MAX_FINDINGS]
+
+
+def opening_step(findings: Sequence[Finding]) -> int | None:
+    """The step at which the worst alarm begins that stands at the end; None without one."""
+    return next((one.begin for one in findings if one.stands and one.level is Level.ALARM), None)
+
+
+def is_ill(findings: Sequence[Finding]) -> bool:
+    """Whether a warning or an alarm stands at the end."""
+    return any(one.stands and one.level is not Level.NOTE for one in findings)
+
+
+def listed(findings: Sequence[Finding]) -> list[dict[str, str]]:
+    """The findings for the template."""
+    return [
+        {
+            "level": str(one.level),
+            "check": one.check,
+            "when": _when(one),
+            "found": one.found,
+            "worst": f"Worst, {one.worst.level} at step {one.worst.step:,}: {one.worst.found}" if one.worst else "",
+            "advice": one.advice,
+        }
+        for one in findings
+    ]
+
+
+def _when(finding: Finding) -> str:
+    return f"since step {finding.begin:,}" if finding.end is None else f"steps {finding.begin:,} to {finding.end - 1:,}"
+
+
+def timeline(history: RunHistory, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The findings as bars over the steps, a row for each check; places are in per cent of the width."""
+    last = max((line["step"] for line in history.metrics), default=1)
+    names = list(dict.fromkeys(one.check for one in findings))
+    rows: list[dict[str, Any]] = [{"name": name.replace("_", " "), "bars": []} for name in names]
+    for one in findings:
+        end = last if one.end is None else one.end - 1
+        start, width = 100 * (one.begin - 1) / max(1, last), 100 * (end - one.begin + 1) / max(1, last)
+        bar = {"x": f"{start:.3f}%", "width": f"{max(width, 0.6):.3f}%", "level": _worst_level(one), "when": _when(one)}
+        rows[names.index(one.check)]["bars"].append(bar)
+    return {"rows": rows, "last": last}
+
+
+def marks(history: RunHistory, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Where findings begin, and the metrics on whose curves that is marked: those that the finding is about."""
+    keys = [key for key in history.keys() if len(key) <= MAX_KEY]  # noqa: SIM118
+    found = []
+    for one in findings:
+        named = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in one.metrics)]
+        mark = {"step": one.begin, "level": _worst_level(one), "check": one.check, "keys": named[:MAX_MARKED]}
+        found.append(mark)
+    return found
+
+
+def _worst_level(finding: Finding) -> str:
+    return str((finding.worst or finding).level)
+
+
+def begins(findings: Sequence[Finding]) -> dict[int, str]:
+    """The steps at which findings begin, and which; warnings and alarms first."""
+    found: dict[int, str] = {}
+    for one in sorted(findings, key=lambda one: -one.level.rank):
+        found.setdefault(one.begin, f"{one.level}: {one.check.replace('_', ' ')}")
+    return found
+
+
+# ----------------------------------------
+# The replays of a run (``RUN/replays/*.json``, docs/replay.md) as tables. The files are data: what is missing or of
+# another type is left out.
+
+
+MAX_REPLAYS = 20
+REPLAY_ROWS = 40
+MAX_TEXT = 300
+Format = Callable[[Any], str]
+Column = tuple[str, str, Format]
+"""Head, key in the file, and how a value is shown."""
+
+
+def text(value: Any) -> str:
+    """Any value as a short text; of a long one, the end."""
+    words = "" if value is None else str(value)
+    return words if len(words) <= MAX_TEXT else f"...{words[-MAX_TEXT:]}"
+
+
+def share(value: Any) -> str:
+    """A share as a percentage, as the terminal has it."""
+    return fine_share(value) if isinstance(value, int | float) and math.isfinite(value) else number(None)
+
+
+def one_line(value: Any) -> str:
+    """A text of the run, with its line breaks shown.
+
+    >>> one_line("\\n6+"), one_line("\\n")
+    ('↵6+', '↵')
+    """
+    return text(value.replace("\n", "↵") if isinstance(value, str) else value)
+
+
+def words(value: Any) -> str:
+    """The name of a cause or change, as the terminal has it."""
+    return cause_words(text(value))
+
+
+GRADIENT: tuple[Column, ...] = (
+    ("space", "space", text),
+    ("term", "term", text),
+    ("norm of the run's", "norm_run", number),
+    ("of the replay's", "norm_replay", number),
+    ("ratio", "ratio", number),
+    ("cosine", "cosine", number),
+)
+CAUSES: tuple[Column, ...] = (
+    ("in the run", "run", words),
+    ("in the replay", "replay", words),
+    ("tokens", "tokens", number),
+    ("of all tokens", "tokens_share", share),
+    ("of the run's gradient", "share_run", share),
+    ("of the replay's", "share_replay", share),
+)
+SIGNS: tuple[Column, ...] = (
+    ("advantage", "advantage", text),
+    ("tokens in the run", "tokens_run", number),
+    ("of its gradient", "share_run", share),
+    ("tokens in the replay", "tokens_replay", number),
+    ("of its gradient", "share_replay", share),
+)
+COMPLETIONS: tuple[Column, ...] = (
+    ("group", "group", text),
+    ("row", "row", text),
+    ("reward", "reward", number),
+    ("tokens", "tokens", number),
+    ("advantage in the run", "advantage_run", number),
+    ("in the replay", "advantage_replay", number),
+    ("of the run's gradient", "share_run", share),
+    ("of the replay's", "share_replay", share),
+    ("end of the text", "text", one_line),
+)
+STRONGEST: tuple[Column, ...] = (
+    ("group", "group", text),
+    ("row", "row", text),
+    ("place", "position", text),
+    ("text before", "before", one_line),
+    ("token", "text", one_line),
+    ("change", "change", words),
+    ("coefficient in the run", "coefficient_run", number),
+    ("in the replay", "coefficient_replay", number),
+)
+LEFT = {text, words, one_line}
+"""How columns are shown that are not numbers."""
+
+
+def replays_of(history: RunHistory) -> list[dict[str, Any]]:
+    """The replays of a run for the template, in the order of their names."""
+    try:
+        names = sorted(name for name in os.listdir(history.path / "replays") if name.endswith(".json"))  # noqa: PTH208
+    except OSError:
+        return []
+    found = []
+    for name in names[:MAX_REPLAYS]:
+        result = history.json(f"replays/{name}")
+        found.append(
+            {"name": name[:-5], "title": "", "sentence": f"replays/{name} cannot be read", "notes": [], "tables": []}
+        )
+        if result is not None:
+            found[-1] |= _replay(result)
+    return found
+
+
+def _replay(result: Mapping[str, Any]) -> dict[str, Any]:
+    objective = _mapping(result.get("objective"))
+    tables = [
+        _table("Gradient", GRADIENT, _gradients(result)),
+        _table("Tokens by what they have in place of a gradient", CAUSES, result.get("causes")),
+        _table("By the sign of the advantage", SIGNS, result.get("signs")),
+        _table("Completions that drive the gradient most", COMPLETIONS, result.get("completions")),
+        _table("Tokens that change most", STRONGEST, result.get("strongest")),
+    ]
+    return {
+        "sentence": text(result.get("sentence")),
+        "title": f"Step {text(result.get('step'))}: {text(objective.get('run'))} → {text(objective.get('replay'))}",
+        "notes": [*map(text, _listed(objective.get("changes"))), *map(text, _listed(result.get("notes")))],
+        "tables": [table for table in tables if table["rows"]],
+    }
+
+
+def _gradients(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The gradients in both spaces, whole and by term."""
+    found = []
+    for space in ("parameters", "logits"):
+        whole = _mapping(result.get(space))
+        terms = {name: _mapping(one) for name, one in _mapping(whole.get("terms")).items()}
+        found += [{**one, "space": space, "term": name} for name, one in ({"whole": whole} | terms).items() if one]
+    return found
+
+
+def _table(title: str, columns: Sequence[Column], rows: Any) -> dict[str, Any]:
+    heads = [{"name": name, "number": form not in LEFT} for name, _, form in columns]
+    cells = [[form(row.get(key)) for _, key, form in columns] for row in _listed(rows)[:REPLAY_ROWS] if _mapping(row)]
+    return {"title": title, "heads": heads, "rows": cells}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

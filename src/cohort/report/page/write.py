@@ -2,21 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from cohort.errors import RunFolderError
 from cohort.report.diagnosis import Diagnosis
 from cohort.report.history import RunHistory
-from cohort.report.page import findings, sections
-from cohort.report.page.blocks import clipped
+from cohort.report.page import sections
+from cohort.report.page.blocks import clipped, plain_json
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.compare import compared
 from cohort.report.page.microscope import QUANTITIES, build_microscope
-from cohort.report.page.render import GENERATOR, render
-from cohort.report.page.replays import replays_of
-from cohort.runs.lines import write_atomically
+from cohort.report.page.sections import replays_of
+from cohort.runs.durable import write_atomically
+
+# ----------------------------------------
+# The HTML file: template, styles, scripts and data in one, with a policy that forbids everything else.
+#
+# Text from a run is data. The template escapes it; data for scripts is JSON without any character that HTML reads;
+# the Content-Security-Policy lets only the scripts and styles run whose hashes it names, and allows no network.
+
+
+ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = ("uplot-1.6.32.min.js", "base.js", "charts.js", "tokens.js", "microscope.js", "main.js")
+STYLES = ("uplot-1.6.32.min.css", "page.css")
+GENERATOR = "Cohort report"
+"""Marks the pages that ``cohort report`` may overwrite."""
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+def render(template: str, content: Mapping[str, Any], data: Mapping[str, Any], blocks: Sequence[str] = ()) -> str:
+    """The page.
+
+    Args:
+        template: "report.html" or "compare.html".
+        content: what the template shows in words and tables.
+        data: what the scripts draw.
+        blocks: packed groups of completions.
+    """
+    script, style = _assets(SCRIPTS), _assets(STYLES)
+    allowed = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+    page = _environment().get_template(template)
+    return page.render(
+        content,
+        generator=GENERATOR,
+        policy=policy,
+        script=Markup(script),
+        style=Markup(style),
+        data=script_json(data),
+        blocks=[Markup(block) for block in blocks],
+    )
+
+
+def script_json(value: Any) -> Markup:
+    """JSON for a ``<script type="application/json">``: no ``</script>`` or comment in it can end the element."""
+    text = re.sub(f"[<>&]|{CONTROL.pattern}", lambda found: f"\\u{ord(found[0]):04x}", plain_json(value))
+    return Markup(text)
+
+
+def visible(value: Any) -> Any:
+    """Text with control characters, direction marks among them, as their names: they would act on the page."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return CONTROL.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", value)
+    return "\N{EN DASH}" if value is None else value
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+@cache
+def _assets(names: tuple[str, ...]) -> str:
+    return "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
 
 CAUSES = {
     "masked": "the completion reached the length limit, and objective.truncated masks such completions",
@@ -70,18 +152,18 @@ def render_run(history: RunHistory) -> str:
     """The page of a run as HTML."""
     curves = run_curves(history)
     diagnosis = Diagnosis.of(history)
-    found = findings.shown(diagnosis.findings)
-    microscope = build_microscope(history, findings.begins(found))
+    found = sections.shown(diagnosis.findings)
+    microscope = build_microscope(history, sections.begins(found))
     state, state_words = sections.run_state(history)
     content = {
         "title": history.path.resolve().name,
-        "state": "ended" if state == "complete" and findings.is_ill(found) else state,  # not in green
+        "state": "ended" if state == "complete" and sections.is_ill(found) else state,  # not in green
         "state_words": state_words,
         "verdict": diagnosis.health,
         "figures": sections.figures(history),
         "missing": history.missing,
-        "findings": findings.listed(found),
-        "timeline": findings.timeline(history, found),
+        "findings": sections.listed(found),
+        "timeline": sections.timeline(history, found),
         "stride": curves["stride"],
         "settings": sections.settings_table(history),
         "objective": clipped(history.text("objective.txt") or "", MAX_FILE_TEXT),
@@ -98,10 +180,10 @@ def render_run(history: RunHistory) -> str:
     data = {
         "run": curves if history.metrics else None,
         "charts": charts_of(list(curves["values"])),
-        "findings": findings.marks(history, found),
+        "findings": sections.marks(history, found),
         "quantities": [dict(zip(("key", "label", "scale", "about"), row, strict=True)) for row in QUANTITIES],
         "causes": CAUSES,
-        "microscope": microscope.data() | {"opens": findings.opening_step(found)},
+        "microscope": microscope.data() | {"opens": sections.opening_step(found)},
     }
     return render("report.html", content, data, microscope.blocks)
 

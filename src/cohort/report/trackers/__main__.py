@@ -15,8 +15,7 @@ import traceback
 from pathlib import Path
 
 from cohort.config.secrets import hide_secrets
-from cohort.report.trackers.send import Sender
-from cohort.report.trackers.state import State, error_text
+from cohort.report.trackers.send import Sender, State, error_text
 
 LOOK_SECONDS, RETRY_SECONDS = 1.0, 30.0
 """Time between looks at the run folder, and between attempts after a failure."""

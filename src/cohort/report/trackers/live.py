@@ -16,8 +16,7 @@ from typing import Any, Self
 
 from cohort.config.report import ReportConfig
 from cohort.report.trackers.kinds import KINDS, check_installed
-from cohort.report.trackers.send import left_to_send
-from cohort.report.trackers.state import State, error_text, folder_of
+from cohort.report.trackers.send import State, error_text, folder_of, left_to_send
 
 WARN_SECONDS = 60.0
 """Time between warnings about a tracker."""

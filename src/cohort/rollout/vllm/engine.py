@@ -34,8 +34,16 @@ from cohort.rollout.engine import (
 )
 from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.rollout.vllm.fleet import Fleet
-from cohort.rollout.vllm.server import Server, ServerError, WeightTransport
-from cohort.rollout.vllm.wire import GENERATE, DrawnTurn, WrongWeightsError, generate_request, read_answer
+from cohort.rollout.vllm.server import (
+    GENERATE,
+    DrawnTurn,
+    Server,
+    ServerError,
+    WeightTransport,
+    WrongWeightsError,
+    generate_request,
+    read_answer,
+)
 from cohort.types import FinishReason
 
 POLL_SECONDS = 0.02
