@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import statistics
 import time
@@ -30,6 +31,7 @@ from common import (
     Memory,
     MissingError,
     Side,
+    Stop,
     Turns,
     Witness,
     even_tokens,
@@ -95,7 +97,10 @@ def cohort_steps(
     trainer = cohort.GRPOTrainer(model, even_tokens, config, rows, processing_class=tokenizer)
     witness, steps, report = Witness(model), trainer.steps(), {"precision": str(trainer.policy.precision)}
     while True:
-        turns.wait(report)
+        try:
+            turns.wait(report)
+        except Stop:  # a loop that is left writes a checkpoint, which nobody needs
+            os._exit(0)
         start = time.perf_counter()
         metrics = next(steps)
         report = {
@@ -233,13 +238,13 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=3600.0, help="seconds that a step may take")
     parser.add_argument("--sampler", action="store_true", help="also compare the sampler with generate")
     options = parser.parse_args()
-    with only_this_on_stdout() as write:
+    with only_this_on_stdout() as result:
         torch.set_num_threads(options.threads)
         load_tokenizer(options.model)  # a GGUF file is read once, before the sides ask for it
         found = summary(steps_in_turns(options)) if options.sides else {}
         if options.sampler:
             found["sampler"] = sampler_against_generate(options)
-        write(json.dumps({"hardware": hardware("cpu"), "versions": versions([]), **found}, indent=1))
+        print(json.dumps({"hardware": hardware("cpu"), "versions": versions([]), **found}, indent=1), file=result)
 
 
 if __name__ == "__main__":

@@ -262,5 +262,26 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
 
 def test_a_folder_of_files_names_one(tmp_path):
     (tmp_path / "b.gguf").touch()
-    with pytest.raises(ModelError, match="holds no config.json.*: to use b.gguf in it, give the path of that file"):
-        read_config(str(tmp_path))
+    for read, lacks in ((read_config, "config.json"), (load_tokenizer, "tokenizer")):
+        with pytest.raises(ModelError, match=f"holds no {lacks}.*; to use b.gguf in it, give the path of that file"):
+            read(str(tmp_path))
+
+
+def test_a_trl_script_names_the_file(tmp_path):
+    """In a folder; the tokenizer is the one inside."""
+    from cohort import trl
+
+    model = small()
+    write(tmp_path / "small.gguf", model)
+    args = trl.GRPOConfig(
+        str(tmp_path / "out"),
+        use_cpu=True,
+        report_to="none",
+        per_device_train_batch_size=2,
+        num_generations=2,
+        max_completion_length=4,
+        model_init_kwargs={"gguf_file": "small.gguf"},
+    )
+    made = trl.GRPOTrainer(str(tmp_path), lambda completions, **_: [0.0] * len(completions), args, [{"prompt": "a  3"}])
+    assert made.processing_class.tokenize("a  34") == ["a", "ĠĠ", "3", "4"]
+    torch.testing.assert_close(made.model.lm_head.weight, model.lm_head.weight, rtol=0, atol=0)

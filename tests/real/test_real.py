@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
+from cohort.errors import ConfigError
 from cohort.policy import Policy, choose, end_token_ids, load_model, load_tokenizer
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.types import Prompt
@@ -109,8 +110,8 @@ def test_log_probs_and_gradients_are_transformers(kind, path, policy, monkeypatc
     assert_plain(found, 2e-3, 1e-4, prompts, completions)
 
 
-def even(completion_ids, **_):
-    return [float(sum(one) % 2) + 0.1 * len(set(one)) for one in completion_ids]
+def differing(completion_ids, **_):
+    return [float(sum(one) % 997) for one in completion_ids]
 
 
 def trainer(path: str, folder: Path, steps: int, **more: Any) -> GRPOTrainer:
@@ -120,7 +121,7 @@ def trainer(path: str, folder: Path, steps: int, **more: Any) -> GRPOTrainer:
         "lora": {"rank": 4},
     } | more.pop("settings", {})  # fmt: skip
     rows = [{"prompt": text} for text in TEXTS]
-    return GRPOTrainer(path, even, GRPOConfig(**settings), more.pop("rows", rows), **more)
+    return GRPOTrainer(path, differing, GRPOConfig(**settings), more.pop("rows", rows), **more)
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit_and_what_is_exported_is_loaded_by_transformers(path, tmp_path):
@@ -159,15 +160,14 @@ def add(a: int, b: int) -> int:
 
 
 def test_a_template_with_tools(path, tmp_path):
-    """The template and the tokenizer go together: calls can be read, and the policy sees what it may call."""
+    """Calls can be read, and the policy sees what it may call. Gemma's template writes no tools, and is refused."""
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in TEXTS]
-    settings = {
-        "chat_template": (
-            TEMPLATES / ("gemma.jinja" if "gemma" in Path(path).parts[-4] else "qwen2_5.jinja")
-        ).read_text(),
-        "max_turns": 2,
-        "lora": {"rank": 4},
-    }
+    name = "gemma" if "gemma" in Path(path).parts[-4] else "qwen2_5"
+    settings = {"chat_template": (TEMPLATES / f"{name}.jinja").read_text(), "max_turns": 2}
+    if name == "gemma":
+        with pytest.raises(ConfigError, match="does not show the tools to the policy"):
+            trainer(path, tmp_path / "run", 1, settings=settings, rows=rows, tools=[add])
+        return
     made = trainer(path, tmp_path / "run", 1, settings=settings, rows=rows, tools=[add])
     made.train()
     first = (tmp_path / "run" / "first_prompt.txt").read_text()

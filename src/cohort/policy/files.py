@@ -76,10 +76,14 @@ def check_config(folder: Path) -> None:
         ModelError: there is none, or it is not a JSON object.
     """
     if not (folder / "config.json").is_file():
-        found = next(iter(sorted(folder.glob("*.gguf"))), None)
-        instead = f": to use {found.name} in it, give the path of that file" if found else ""
-        raise ModelError(f"model folder {folder} holds no config.json, which says what the model is{instead}")
+        raise ModelError(f"model folder {folder} holds no config.json, which says what the model is{file_in(folder)}")
     read_json_object(folder / "config.json")
+
+
+def file_in(folder: Path) -> str:
+    """What to do with a GGUF file in a folder that lacks the files of a model; empty without one."""
+    found = next(iter(sorted(folder.glob("*.gguf"))), None)
+    return f"; to use {found.name} in it, give the path of that file" if found else ""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -221,7 +221,10 @@ def _check_tensors(file: Path, header: Header) -> None:
             ) from None
         end, there = header.ends[name] + math.prod(shape) // values * size, file.stat().st_size
         if end > there:
-            raise ModelError(f"{file} is cut off: it has {there:,} bytes, and {name} ends at {end:,}. Load it again")
+            raise ModelError(
+                f"{file} is cut off: it has {there:,} bytes, and {name} ends at {end:,}. Load it again, or join the "
+                "parts that it is one of"
+            )
 
 
 def convert(file: Path, header: Header, folder: Path) -> None:

@@ -28,6 +28,7 @@ from cohort.policy.files import (
     check_config,
     check_folder,
     check_hub,
+    file_in,
     is_adapter,
     read_json_object,
 )
@@ -233,9 +234,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
     path = _check_folder(path)
     if Path(path).is_dir() and not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
+        save = f"; save it there with tokenizer.save_pretrained({path!r})"
         raise ModelError(
-            f"model folder {path} holds no tokenizer: expected {' or '.join(TOKENIZER_FILES[:2])}; "
-            f"save it there with tokenizer.save_pretrained({path!r})"
+            f"model folder {path} holds no tokenizer: expected {' or '.join(TOKENIZER_FILES[:2])}"
+            f"{file_in(Path(path)) or save}"
         )
     with _errors(f"cannot load a tokenizer from {path!r}", path):
         check_hub(path)
