@@ -10,7 +10,8 @@ from cohort.policy import Policy, load_policy, reads_images
 from cohort.policy.lean import LeanLayers
 from cohort.policy.load import hidden_size
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.engine import Request, describe_policy
+from cohort.rollout.checks import describe_policy
+from cohort.rollout.engine import Request
 from tests.policy.plain import SINGLE, assert_plain
 from tests.rollout.test_families import ATTENTION
 from tests.rollout.test_local_engine import LetterTokenizer, prompts

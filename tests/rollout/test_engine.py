@@ -39,6 +39,15 @@ def of_way(way, dtype=torch.float32):
     return policy
 
 
+def read_as_nan(policy, token):
+    """The model reads NaN for a token, and draws it as before. Its head has weights of its own from then on."""
+    embedding, head = policy.model.get_input_embeddings(), policy.model.get_output_embeddings()
+    if embedding.weight is head.weight:
+        embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone())
+    with torch.no_grad():
+        embedding.weight[token] = torch.nan
+
+
 def engine_of(policy, ends=(1,), **settings):
     """A new engine; over a policy of ``of_way`` one that is used again."""
     engine = _engine(policy, frozenset(ends)) if policy in _WAYS else LocalEngine(policy, LetterTokenizer(), ends)
@@ -400,10 +409,7 @@ def test_numbers_that_are_none_end_the_completions_they_are_in_and_no_other(way,
     poison = 20
     policy = Policy(type(of_way(way).model)(of_way(way).model.config), FLOAT32)
     policy.model.load_state_dict(of_way(way).model.state_dict())
-    embedding = policy.model.get_input_embeddings()
-    embedding.register_forward_hook(
-        lambda module, args, output: output.masked_fill((args[0] == poison)[..., None], torch.nan)
-    )
+    read_as_nan(policy, poison)
     texts = [prompt for prompt in PROMPTS if poison not in prompt.token_ids]
     sampling = Sampling(16, **settings)
     free = flat(engine_of(of_way(way), max_batch_size=7).generate(texts, 12, sampling, RNGKey(0, 0)))
@@ -432,9 +438,7 @@ def test_numbers_that_are_none_end_the_completions_they_are_in_and_no_other(way,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # with kernels, and without
 def test_what_a_failed_row_leaves_in_memory_reaches_no_row_after_it(dtype):
     policy, poisoned = (Policy(tiny_llama().to(dtype), Precision(dtype, dtype)) for _ in range(2))
-    poisoned.model.model.embed_tokens.register_forward_hook(
-        lambda module, args, output: output.masked_fill((args[0] == 20)[..., None], torch.nan)
-    )
+    read_as_nan(poisoned, 20)
     texts = [prompt for prompt in PROMPTS if 20 not in prompt.token_ids]
     one_by_one = (
         engine_of(p, max_batch_size=1).generate(texts, 4, Sampling(16), RNGKey(0, 0)) for p in (policy, poisoned)
@@ -451,9 +455,7 @@ def test_a_prompt_of_no_numbers_ends_its_group_and_no_other():
     policy = Policy(tiny_llama(), FLOAT32)
     engine = engine_of(policy)
     clean = flat(engine.generate(PROMPTS, 3, Sampling(8), RNGKey(0, 0)))
-    policy.model.model.embed_tokens.register_forward_hook(
-        lambda module, args, output: output.masked_fill((args[0] == 31)[..., None], torch.nan)
-    )
+    read_as_nan(policy, 31)
     for size in (2, 256):
         engine.max_batch_size = size
         for group, wanted in zip(
@@ -473,9 +475,7 @@ def test_a_prompt_of_no_numbers_ends_its_group_and_no_other():
 def test_others_are_bit_equal_beside_a_row_that_fails():
     """At the same places in the same batch: until the first failure, and for whole runs where none moves."""
     policy, poisoned = (Policy(tiny_llama(), FLOAT32) for _ in range(2))
-    poisoned.model.model.embed_tokens.register_forward_hook(
-        lambda module, args, output: output.masked_fill((args[0] == 20)[..., None], torch.nan)
-    )
+    read_as_nan(poisoned, 20)
     texts = [prompt for prompt in PROMPTS if 20 not in prompt.token_ids]
     free, held = (flat(engine_of(p).generate(texts, 12, Sampling(16), RNGKey(0, 0))) for p in (policy, poisoned))
     same = [one for one, other in zip(free, held, strict=True) if other.finish_reason is not FinishReason.ERROR]

@@ -168,7 +168,7 @@ def record(case):
         return case.capacity - recorded.now
 
     with contextlib.ExitStack() as stack:
-        for place in ("rollout.budget", "train.memory", "train.optim"):
+        for place in ("rollout.backend", "train.memory", "train.optim"):
             stack.enter_context(mock.patch(f"cohort.{place}.free_bytes", free))
         stack.enter_context(mock.patch("cohort.train.memory.LiveBytes", partial(Peak, recorded)))
         stack.enter_context(mock.patch("cohort.rollout.weights._packed", return_value=None))

@@ -400,7 +400,7 @@ def out_once(monkeypatch, place, name, at=1):
 
 PLACES = {
     "old log-probs of the second step": ("logps", "token_logps", 2),
-    "norms of the terms": ("term_norms", "microbatch_losses", 1),
+    "norms of the terms": ("metrics", "microbatch_losses", 1),
     "backward": (torch.Tensor, "backward", 2),
     "statistics, beside the step": ("update", "token_statistics", 2),
     "how far the step moved": ("metrics", "token_logps", 1),

@@ -37,7 +37,7 @@ from cohort.generate.request import (
 )
 from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
-from cohort.rollout.engine import describe_end_tokens
+from cohort.rollout.checks import describe_end_tokens
 from cohort.rollout.trajectory import REPLACEMENT, decode
 from cohort.runs.chosen import model_of, run_of
 from cohort.runs.durable import as_json

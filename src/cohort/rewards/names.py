@@ -62,12 +62,12 @@ BUILTIN_REWARDS: dict[str, BuiltinReward] = {
         BuiltinReward("regex", "text"),
         BuiltinReward("json_schema", "text", "jsonschema"),
         BuiltinReward("think_format", "text"),
-        BuiltinReward("soft_overlong", "length"),
-        BuiltinReward("cosine_length", "length"),
+        BuiltinReward("soft_overlong", "text"),
+        BuiltinReward("cosine_length", "text"),
         BuiltinReward("repetition_penalty", "text"),
         BuiltinReward("language", "text", "py3langid"),
         BuiltinReward("environment_reward", "environment"),
-        BuiltinReward("reasoning_gym", "procedural", "reasoning_gym", extra="reasoning-gym"),
+        BuiltinReward("reasoning_gym", "text", "reasoning_gym", extra="reasoning-gym"),
     )
 }
 """Name to row."""

@@ -16,6 +16,7 @@ from cohort.errors import ConfigError, ModelError, out_of_memory
 from cohort.policy import Policy, context_length, placeholder_ids
 from cohort.policy.device import release_memory
 from cohort.rollout.backend import Backend, plan
+from cohort.rollout.checks import check_finished, check_requests, describe_policy
 from cohort.rollout.choose import choose_backend
 from cohort.rollout.engine import (
     Capabilities,
@@ -23,9 +24,6 @@ from cohort.rollout.engine import (
     Engine,
     Request,
     Watch,
-    check_finished,
-    check_requests,
-    describe_policy,
 )
 from cohort.rollout.runner import ActiveSequences, BackendRunner
 from cohort.rollout.scheduler import Scheduler

@@ -8,7 +8,7 @@ from cohort.objective import explain
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampling, VLLMEngine
-from cohort.rollout.engine import describe_end_tokens
+from cohort.rollout.checks import describe_end_tokens
 from cohort.terminal import output_outlasted
 from cohort.types import Prompt
 

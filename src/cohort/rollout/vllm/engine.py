@@ -21,6 +21,7 @@ from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World, on_main
 from cohort.policy import Policy, context_length, named_weights, placeholder_ids
 from cohort.policy.device import release_memory
+from cohort.rollout.checks import check_finished, check_requests, describe_policy
 from cohort.rollout.engine import (
     Capabilities,
     EndedTurn,
@@ -28,9 +29,6 @@ from cohort.rollout.engine import (
     Request,
     TokenEvent,
     Watch,
-    check_finished,
-    check_requests,
-    describe_policy,
 )
 from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.rollout.vllm.fleet import Fleet
