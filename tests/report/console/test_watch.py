@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,7 +81,8 @@ def test_without_a_terminal_lines_are_printed_until_the_run_is_complete(tmp_path
             (run / "summary.json").write_text('{"steps": 40, "seconds": 12.5}')
 
     later.pop(0)
-    monkeypatch.setattr(module.time, "sleep", pass_time)
+    clock = SimpleNamespace(sleep=pass_time, time=time.time, monotonic=time.monotonic)  # of no other thread
+    monkeypatch.setattr(module, "time", clock)
     watch(run)
     printed = capsys.readouterr().out
     assert [int(step) for step in re.findall(r"^step (\d+)/40  reward", printed, flags=re.MULTILINE)] == list(
