@@ -45,11 +45,6 @@ def right(completion: str, answer: int) -> float:
     return float(re.findall(r"\d+", completion)[-1:] == [str(answer)])
 
 
-def brief(completion: str) -> float:
-    """1 if a completion is a number and nothing else, else 0."""
-    return float(re.fullmatch(r"\d+", completion.strip()) is not None)
-
-
 def fields(completion: str, answer: dict[str, Any], log_extra: Callable[[str, Any], None]) -> float:
     """The share of the fields of a JSON object that are those of ``answer``, among all that either has; 0 for a text
     that is not one JSON object and nothing else. The names of wrong and missing fields are stored as ``extra/wrong``.

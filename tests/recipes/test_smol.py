@@ -14,7 +14,7 @@ from tests.conftest import each
 
 FOLDER = shipped.folder("examples") / "smol"
 SMALL = ("--rollout.prompts_per_step", "2", "--rollout.num_generations", "2", "--run.max_steps", "1")
-RUN = {"config.toml": ("right", "brief"), "bookings.toml": ("fields",)}
+RUN = {"config.toml": ("right",), "bookings.toml": ("fields",)}
 
 
 @pytest.fixture
@@ -69,14 +69,14 @@ def test_answers_are_in_the_questions():
 
 
 @each(
-    ("text", "is_right", "is_brief"),
+    ("text", "is_right"),
     [
-        *[("92", 1, 1), (" 92\n", 1, 1), ("34 + 58 = 92.", 1, 0), ("92 is 34 + 58", 0, 0), ("192", 0, 1), ("", 0, 0)],
-        *[("The answer is", 0, 0), ("92.0", 0, 0)],
+        *[("92", 1), (" 92\n", 1), ("34 + 58 = 92.", 1), ("92 is 34 + 58", 0), ("192", 0), ("", 0)],
+        *[("The answer is", 0), ("92.0", 0)],
     ],
 )
-def test_rewards_of_sums(smol, text, is_right, is_brief):
-    assert (smol.right(text, 92), smol.brief(text)) == (is_right, is_brief)
+def test_the_reward_of_sums(smol, text, is_right):
+    assert smol.right(text, 92) == is_right
 
 
 BOOKING = {"name": "Sato", "people": 4, "day": "Friday", "time": "19:30"}
@@ -128,4 +128,4 @@ def test_a_real_model_learns_to_add(run_recipe, smol, tmp_path, monkeypatch):
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     before, after = (one["eval/pass@1/mean"] for one in (metrics[0], metrics[-1]))
     assert before < 0.1  # 0.035 was measured
-    assert after > 0.15  # and 0.245
+    assert after > 0.15  # 0.3 in training, at that step
