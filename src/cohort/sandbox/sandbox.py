@@ -2,7 +2,7 @@
 
 The sandbox consists of new namespaces for users, processes, mounts, network, IPC, host name and cgroups; no
 capabilities; an empty read-only root with the interpreter and the system's libraries; ``/tmp`` in memory, of limited
-size; a seccomp filter (``syscalls.py``); and limits of the kernel (``inside.py``).
+size; a seccomp filter (``process.py``); and limits of the kernel (``inside.py``).
 
 Limiting memory needs no cgroup: a program cannot start processes, so it can use no more than the limit of its address
 space plus the size of ``/tmp``, besides records that the kernel keeps.
