@@ -3,7 +3,7 @@
     python scripts/check_limits.py
 
 A room above its ceiling has its present size as ``today``: it may fall, and not grow. Whoever makes it smaller lowers
-``today``, which goes with the ceiling's being reached.
+``today``, and deletes it once the room is within its ceiling.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
     """Print each line of the table that does not hold."""
     left, wrong = sizes(), []
     for name, row in tomllib.loads(TABLE.read_text(encoding="utf-8")).items():
-        rooms = row.get("rooms") or [room for room in left if room]  # the last row: all that is left
+        rooms = row.get("rooms") or [*left]  # the last row: all that is left
         missing = [room for room in rooms if room not in left]
         size = sum(left.pop(room, 0) for room in rooms)
         limit = row.get("today", row["ceiling"])

@@ -214,10 +214,10 @@ def _check_tensors(file: Path, header: Header) -> None:
             values, size = gguf.GGML_QUANT_SIZES[of]
             gguf.dequantize(np.zeros((1, size), np.uint8), of)
         except (ValueError, KeyError, NotImplementedError):
-            label = getattr(locals().get("of"), "name", kind)
+            names = {one.value: one.name for one in gguf.GGMLQuantizationType}
             raise ModelError(
-                f"{file} holds {name} as {label}, which cannot be widened here: take a file of another quantization, "
-                "such as Q4_K_M, Q8_0 or F16"
+                f"{file} holds {name} as {names.get(kind, kind)}, which cannot be widened here: take a file of another "
+                "quantization, such as Q4_K_M, Q8_0 or F16"
             ) from None
         end, there = header.ends[name] + math.prod(shape) // values * size, file.stat().st_size
         if end > there:

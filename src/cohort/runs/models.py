@@ -175,16 +175,11 @@ def save_model(
     if adapters:
         name = trained_adapter(model)
         model, more = (merged(model), {}) if merge else (model, more | {"selected_adapters": [name]})
-    records: dict[str, FileRecord] = {}
-    with without_progress_bars():
-        if copies is None or adapters:
-            with _generation_config_as_it_is(model):
-                model.save_pretrained(path, **more)
-        else:
-            # safetensors holds the interpreter while it writes, so that training would wait: it is not asked to.
-            with _generation_config_as_it_is(model):
-                model.save_pretrained(path, state_dict={})
-            records |= _write_weights(Path(path), model, copies)
+    # safetensors holds the interpreter while it writes, so that training would wait: it is not asked to write copies.
+    ours = {} if copies is None or adapters else copies
+    with without_progress_bars(), _generation_config_as_it_is(model):
+        model.save_pretrained(path, **({"state_dict": {}} if ours else more))
+    records = _write_weights(Path(path), model, ours) if ours else {}
     if adapters and not merge and name != "default":  # peft writes those of other names to a folder in it
         for file in (Path(path) / name).iterdir():
             file.replace(Path(path) / file.name)
