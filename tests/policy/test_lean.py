@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cohort.policy import Policy, enable_checkpointing
+from cohort.policy import Policy, Precision, enable_checkpointing
 from cohort.policy.head import LIKE_SHAPES
 from cohort.policy.lean import LeanLayers
 from cohort.policy.narrow import add_gradients
@@ -115,6 +115,20 @@ def test_gradients_in_place_are_those_of_autograd(name, checkpointing):
         enable_checkpointing(policy.model)
     expected = gradients(policy, 2 * weighted(policy))
     assert_near(in_place(policy), expected, 1e-10)
+
+
+def test_the_passes_may_be_chosen_in_the_block():
+    """Their trial has a block of its own, whose end is not the end of this one: the first update of a process is
+    rounded as all later ones."""
+    found = []
+    for chosen_before in (True, False):
+        torch.manual_seed(3)
+        policy = Policy(tiny_llama(tie_word_embeddings=True), Precision(torch.float32, torch.float32))
+        if chosen_before:
+            assert policy.passes.shared
+        found.append(in_place(policy))
+    for name, expected in found[0].items():
+        assert torch.equal(found[1][name], expected), name
 
 
 def test_the_padding_token_is_not_trained():

@@ -141,7 +141,7 @@ def logit_gaps(passes: Passes, model: ComputeModel) -> Tensor:
         ]
         return torch.cat(texts)
 
-    with torch.enable_grad(), model.training(), model.compute(), model.gradients_in_place():
+    with torch.enable_grad(), model.training(), model.compute(), ComputeModel.gradients_in_place(model):
         logits_NV = passes.head.logits(passes.hidden(passes.read(prompts), rows).states).detach()
     gaps_N = relative_gaps(logits_NV, own())
     weights = [weight for weight in model.model.parameters() if weight.requires_grad and weight.numel() <= SMALL]

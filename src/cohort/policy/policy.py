@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -98,6 +99,13 @@ class Policy(ComputeModel):
         """How the trainer runs the model, chosen by a trial on a few tokens at the first access."""
         return choose_passes(self)
 
+    @contextlib.contextmanager
+    def gradients_in_place(self) -> Iterator[None]:
+        """See ``ComputeModel``. The passes are chosen before: their trial would end the block."""
+        self.passes  # noqa: B018
+        with super().gradients_in_place():
+            yield
+
     def text_logits(self, input_ids: Tensor, *, keep: int, **arguments: Any) -> Any:
         """As ``logits``, computed as in an update: a model that also reads images runs its language model alone. The
         whole model may replace the embeddings of image tokens (Gemma 4)."""
@@ -184,9 +192,7 @@ class Policy(ComputeModel):
 
     def copy_frozen(self) -> Policy:
         """A copy of the present policy, in memory, that needs no gradients."""
-        model = copy.deepcopy(self.model)
-        model.requires_grad_(False)
-        return self._like(model)
+        return self._like(copy.deepcopy(self.model).requires_grad_(requires_grad=False))
 
     def snapshot(self) -> Policy:
         """A copy of the present policy to sample from while this one is trained; ``take_weights`` renews it. Weights
@@ -204,7 +210,7 @@ class Policy(ComputeModel):
 
     def weights_beside(self, other: Policy) -> dict[str, Tensor]:
         """The weights that this ``snapshot`` of a policy does not share with it, by name."""
-        theirs = {id(weight) for weight in other.model.parameters()}
+        theirs = set(map(id, other.model.parameters()))
         return {name: weight for name, weight in self.model.named_parameters() if id(weight) not in theirs}
 
     def share_nothing(self, other: Policy) -> None:
@@ -215,8 +221,8 @@ class Policy(ComputeModel):
 
     def _like(self, model: Any, *, adapters: bool = True) -> Policy:
         other = Policy(model, self.precision, dropout=self.dropout, adapters=adapters)
-        other.version, other.native_kernels = self.version, self.native_kernels
-        other.torch_compile = self.torch_compile
+        for name in ("version", "native_kernels", "torch_compile"):
+            setattr(other, name, getattr(self, name))
         return other
 
     @torch.no_grad()
@@ -231,8 +237,7 @@ def trial_logits(policy: Policy) -> Tensor:
     """Of a few tokens, by the model's own forward pass in the update's mode."""
     with torch.random.fork_rng(), policy.training(), policy.compute():
         ids = torch.arange(3, device=policy.device)[None]
-        logits: Tensor = policy.model(input_ids=ids, use_cache=False).logits
-    return logits
+        return policy.model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
 
 
 def check_reference(reference: Policy, policy: Policy) -> None:
@@ -278,14 +283,10 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
     # With adapters, the weights move to the device afterwards: there the frozen ones are in the compute dtype only.
     place = torch.device("cpu") if lora.wanted and not quantized else device
     if isinstance(model, str):
+        allowed = {name: getattr(config, name) for name in ("trust_remote_code", "allow_pickled_weights")}
+        frozen = lora.wanted and not quantized
         model = load_model(
-            base_path(model),
-            precision,
-            place,
-            trust_remote_code=config.trust_remote_code,
-            allow_pickled_weights=config.allow_pickled_weights,
-            quantization=config.quantization,
-            frozen=lora.wanted and not quantized,
+            base_path(model), precision, place, **allowed, quantization=config.quantization, frozen=frozen
         )
     else:
         check_given(model)
@@ -294,8 +295,8 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
             if has_adapters(model):
                 keep_in_compute_dtype(model, precision)
     freeze_the_rest(model)
-    name = f"the model in {given!r}" if isinstance(given, str) else "the given model"
-    check_finite_weights(dict(model.named_parameters()), name)
+    named = f"the model in {given!r}" if isinstance(given, str) else "the given model"
+    check_finite_weights(dict(model.named_parameters()), named)
     if lora.wanted:
         if has_adapters(model):
             raise ModelError("the given model has adapters, and model.lora asks for others: unset model.lora")
