@@ -70,7 +70,6 @@ check: .venv/dev.stamp
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_limits.py
-	$(BIN)/python scripts/write_setting_names.py --check
 	$(BIN)/python scripts/write_trl_fields.py --check
 	$(BIN)/python scripts/check_docs.py
 	$(BIN)/python scripts/check_metrics.py

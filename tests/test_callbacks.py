@@ -17,6 +17,7 @@ from cohort.errors import CallbackError, ConfigError, Stopped
 from cohort.parallel import World
 from cohort.runs.checkpoints import random_state
 from cohort.runs.durable import as_json
+from cohort.train.observers import CompleteStep
 from tests.conftest import each
 from tests.parallel.launching import on_ranks
 from tests.report.trackers.made import line, made_run
@@ -237,12 +238,17 @@ def test_methods_with_more_parameters_that_have_defaults():
     check_callback(with_method("on_step", lambda self, *arguments: 0))
 
 
+def done(metrics):
+    """A complete step with these metrics."""
+    return CompleteStep(None, metrics, [])
+
+
 def test_findings_of_a_resumed_run_know_the_steps_before(trainer):
     """The diagnosis is fed the lines in the folder first: no completion is right for five steps."""
     recorder = Recorder()
     callbacks = Callbacks(trainer, [recorder])
     callbacks.start(4, {})
-    callbacks.step(json.loads(line(5)))
+    callbacks.stepped(done(json.loads(line(5))))
     (_, start), (_, step) = recorder.told
     assert start.complete_steps == 4
     assert [(finding.check, finding.step) for finding in step.findings] == [("all_wrong", 5)]
@@ -267,8 +273,8 @@ def test_what_is_drawn_in_the_background_is_not_drawn_again(trainer):
         callbacks = Callbacks(trainer, users, own=own)
         callbacks.start(4, {}, waiting)
         draws.clear()
-        callbacks.step({"step": 5})
-        callbacks.step({"step": 6})
+        callbacks.stepped(done({"step": 5}))
+        callbacks.stepped(done({"step": 6}))
         assert (draws[0] != draws[1]) == differ
 
 
@@ -279,9 +285,9 @@ def test_what_nobody_asks_for_is_not_made(trainer, monkeypatch):
     monkeypatch.setattr("cohort.callbacks.Diagnosis.step", lambda self, metrics: 1 / 0)
     callbacks = Callbacks(trainer, [with_method("on_end", lambda self, trainer, event: 0)])
     callbacks.start(4, {})
-    callbacks.rollout(5, None, None)
-    callbacks.evaluation(0, {}, {})
-    callbacks.step(json.loads(line(5)))
+    callbacks.rollout_scored(5, None, None)
+    callbacks.evaluated(0, {}, {})
+    callbacks.stepped(done(json.loads(line(5))))
     assert len(exchanges) == 1  # which methods there are
 
 
@@ -290,7 +296,7 @@ def test_an_error_in_the_diagnosis_does_not_end_the_run(trainer, monkeypatch, ca
     recorder = Recorder()
     callbacks = Callbacks(trainer, [recorder])
     callbacks.start(4, {})
-    callbacks.step(json.loads(line(5)))
+    callbacks.stepped(done(json.loads(line(5))))
     assert recorder.told[-1][1].findings == []
     assert caplog.messages == ["the diagnosis failed at step 1: findings are incomplete"]
 

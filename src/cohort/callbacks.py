@@ -33,7 +33,9 @@ from cohort.report.diagnosis import Diagnosis, Finding
 from cohort.rewards.runner import Scores
 from cohort.runs.checkpoints import preserved
 from cohort.state import kept
-from cohort.train.rollout import Ahead, Rollout
+from cohort.train.observers import CompleteStep, Observer, Wishes
+from cohort.train.rollout import Rollout
+from cohort.train.source import PendingRollout
 from cohort.types import Group, TokenBatch
 
 log = logging.getLogger("cohort.callbacks")
@@ -57,8 +59,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """A step's completions are sampled and scored; its updates follow. A run that was stopped within a step and resumed
-    tells of it again."""
+    """A step's completions are sampled and scored; its updates follow. A run that goes on from
+    before this step tells of it again."""
 
     step: int
     """The step, counted from 1."""
@@ -129,7 +131,7 @@ EVENTS: dict[str, type[Event]] = {
 STOPS = (Stopped, CancelledError, KeyboardInterrupt, GeneratorExit)
 
 
-class Callbacks:
+class Callbacks(Observer):
     """Tells the callbacks of a run what happens in it.
 
     Args:
@@ -150,7 +152,7 @@ class Callbacks:
         self._own, self._callbacks = own, [*own, *(callbacks or ())]
         self._wanted: frozenset[str] = frozenset()
         """The methods that the callbacks of rank 0 have, on every rank: for others, nothing is made or exchanged."""
-        self._pending: Collection[Ahead] = ()
+        self._pending: Collection[PendingRollout] = ()
         """The run's rollouts of later steps."""
         self._diagnosis = Diagnosis()
 
@@ -158,7 +160,7 @@ class Callbacks:
     def _trainer(self) -> Any:
         return self._of()
 
-    def start(self, complete_steps: int, facts: Mapping[str, str], pending: Collection[Ahead] = ()) -> None:
+    def start(self, complete_steps: int, facts: Mapping[str, str], pending: Collection[PendingRollout] = ()) -> None:
         """Call ``on_start``. Every rank must call this method, and those below.
 
         Args:
@@ -174,20 +176,22 @@ class Callbacks:
                 self._diagnosis.step_or_log(metrics)  # of the steps before
         self._tell("on_start", lambda: Start(run.folder.path, run.args, facts, complete_steps, run.schedule.steps))
 
-    def rollout(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
+    def rollout_scored(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
         """Call ``on_rollout``."""
         self._tell(
             "on_rollout",
             lambda: ScoredRollout(step, rollout.sampled, rollout.sampled_scores, rollout.advantages(batch)),
         )
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
+    def stepped(self, step: CompleteStep) -> Wishes:
         """Call ``on_step``, and ``on_save`` for each model written meanwhile."""
+        metrics = step.metrics
         self._tell("on_step", lambda: Step(metrics["step"], metrics, self._diagnosis.step_or_log(metrics)))
         if "on_save" in self._wanted:
             on_main(self._trainer.world, partial(self._tell_saved, self._trainer))
+        return Wishes()
 
-    def evaluation(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
+    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
         """Call ``on_evaluate``."""
         if step == 0:  # the others are part of their step's metrics
             self._diagnosis.step_or_log({"step": 0, **metrics})

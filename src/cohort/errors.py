@@ -103,7 +103,7 @@ FIXABLE = (RewardError, EpisodeError, DataError, ConfigError, EngineError, Model
 
 
 class Stopped(SystemExit):
-    """A run was stopped, by a signal or ``GRPOTrainer.stop``, and a checkpoint of this instant is written.
+    """A run was stopped, by a signal or ``GRPOTrainer.stop``, and a checkpoint is written.
 
     A script that does not catch it ends with exit code 75.
     """

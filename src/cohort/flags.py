@@ -181,9 +181,5 @@ class ReplayFlags:
     """Print the result as JSON."""
     no_model: bool = False
     """Do not load a checkpoint: compare the gradients in the space of the logits, from the store alone."""
-    train: bool = False
-    """Also repeat the step's updates under the objective, on a copy of the checkpoint before the step."""
-    output: Annotated[str | None, Parameter(metavar="FOLDER")] = None
-    """The folder for the model that --train gives."""
     trust: Annotated[str | None, Parameter(metavar="RUN")] = None
     """Run the code that the settings in this run folder name, though this account has not run it before."""

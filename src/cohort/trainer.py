@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
@@ -52,7 +53,9 @@ from cohort.runs.output import (
 from cohort.runs.starts import Start
 from cohort.state import check_state
 from cohort.terminal import output_outlasted
-from cohort.train import Adaptive, Companion, Optimizer, TrainerParts, find_budget, ranks, run
+from cohort.train import Adaptive, Observer, Observers, Optimizer, State, TrainerParts, Wishes, find_budget, ranks, run
+from cohort.train.boundary import Training, with_resume_hint
+from cohort.train.boundary import resume as resume_run
 from cohort.train.first_save import FirstSave
 from cohort.train.inputs import (
     checked_rewards,
@@ -65,10 +68,9 @@ from cohort.train.inputs import (
     model_name,
     recorded,
 )
-from cohort.train.resume import resume as resume_run
-from cohort.train.resume import save_instant, saved_when_left, stop_point, with_resume_hint
+from cohort.train.observers import CompleteStep
 from cohort.train.signals import Requests, obeying_signals
-from cohort.train.summary import end_summary, evaluate_before, record_step
+from cohort.train.summary import begun_summary, end_summary, evaluate_before, record_step
 from cohort.watchdog import dumps_on_quit
 
 
@@ -123,13 +125,13 @@ class GRPOTrainer:
         self.last_metrics: dict[str, Any] = {}
         """Metrics of the latest step."""
         self.last_updates: list[dict[str, Any]] = []
-        """Metrics of each of its updates, in order (``train.update_metrics.each_update``)."""
+        """Metrics of each of its updates, in order (``train.metrics.each_update``)."""
         self.folder: RunFolder | None = None
         """The run's folder, set when the run starts."""
         self.started_by = Start()
         """How the process was started, for the run folder."""
         self._found: tuple[RunFolder, Beginning] | None = None
-        self._parts: TrainerParts | None = None
+        self._training: Training | None = None
         self._requests = Requests()
         self.args = config = checked_settings(args)
         check_names(config.report.skip_checks)
@@ -255,11 +257,12 @@ class GRPOTrainer:
         return with_resume_hint(how, show=self._prints and self._found is None)
 
     def stop(self) -> None:
-        """Let the run stop at its next instant, with a checkpoint; ``steps`` raises ``Stopped``. For other threads."""
+        """Let the run stop, with a checkpoint of the moment between two steps; ``steps`` raises ``Stopped``. For other
+        threads. After a step's first optimizer step, the step is completed."""
         self._requests.stop = True
 
     def save_now(self) -> None:
-        """Let the run write a checkpoint before its next update or step, and go on."""
+        """Let the run write a checkpoint before its next step, and go on."""
         self._requests.save = True
 
     def evaluate_now(self) -> None:
@@ -268,10 +271,14 @@ class GRPOTrainer:
 
     def checkpoint(self) -> Path:
         """Write a checkpoint between two of the ``steps``; return its folder once it is complete. Every rank calls."""
-        if self.folder is None or self._parts is None:
+        if self._training is None:
             raise RunFolderError("there is no run to write a checkpoint of: it begins with train() or steps()")
-        save_instant(self._parts, self.folder, wait=True)
-        return self.folder.checkpoint(self._parts.complete_steps)
+        if not self._training.boundary.holds:
+            raise RunFolderError(
+                "a checkpoint is of the moment between two steps, and the step's updates are under way"
+            )
+        self._training.boundary.save(wait=True)
+        return self._training.folder.checkpoint(self._training.boundary.state.complete_steps)
 
     @contextlib.contextmanager
     def obeying_signals(self) -> Iterator[None]:
@@ -281,7 +288,7 @@ class GRPOTrainer:
             yield
 
     def steps(
-        self, *, resume: Resume = False, allow_changed: Collection[str] = (), companion: Companion | None = None
+        self, *, resume: Resume = False, allow_changed: Collection[str] = (), observers: Sequence[Observer] = ()
     ) -> Generator[dict[str, Any]]:
         """Train step by step: an iterator over the steps' metrics. The call itself creates the run folder, or loads the
         checkpoint to resume. The folder is this trainer's until the iterator ends or is closed. A loop that is left
@@ -289,7 +296,7 @@ class GRPOTrainer:
 
         Args:
             resume, allow_changed: as ``train`` takes them.
-            companion: goes along on every rank; see ``cohort.train.parts``.
+            observers: watch the run on every rank; see ``cohort.train.observers``.
         """
         if self.folder is not None:
             raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
@@ -299,22 +306,31 @@ class GRPOTrainer:
             if beginning is Beginning.COMPLETE:
                 self.summary = on_main(self.world, folder.read_summary)
                 return closing(folder, ())
-            self._parts = parts = self.make_parts()
-            parts.companion = companion or parts.companion
+            parts, state = self.make_parts(observers), self._first_state()
             goes_on = beginning is Beginning.RESUMED
-            first_step = self._resume(folder, parts, allow_changed) if goes_on else self._start(folder, beginning)
-            record = partial(folder.record_start, self.started_by, first_step, self.schedule.steps, self._facts)
+            if goes_on:
+                state = self._resume(folder, parts, state, allow_changed)
+            else:
+                self._start(folder, beginning)
+            first = state.complete_steps
+            record = partial(folder.record_start, self.started_by, first, self.schedule.steps, self._facts)
             on_main(self.world, record)
+            self._training = training = Training.of(parts, self.schedule, folder, state, is_saved=goes_on)
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
-        self.summary = {**parts.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
-        steps = saved_when_left(parts, folder, self._steps(folder, parts, first_step))
+        self.summary = {**begun_summary(state, parts), "output_dir": str(folder.path)}
+        steps = self._steps(training)
         return closing(folder, self._callbacks.with_on_end(steps))
 
-    def make_parts(self) -> TrainerParts:
-        """What the loop works on, as before the first step. Begins nothing."""
+    def _first_state(self) -> State:
         metric = self.args.eval.metric_for_best_model
+        best = Best(self.args.eval, self.evaluator.fingerprint(metric) if self.evaluator and metric else "")
+        return State(Adaptive.of(self.objective), best, version=self.policy.version)
+
+    def make_parts(self, observers: Sequence[Observer] = ()) -> TrainerParts:
+        """What the loop works with. Begins nothing."""
         return TrainerParts(
+            config=self.args,
             policy=self.policy,
             reference=self.reference,
             engine=self.engine,
@@ -325,50 +341,49 @@ class GRPOTrainer:
             optimizer=self.optimizer,
             evaluator=self.evaluator,
             budget=self.budget,
-            adaptive=Adaptive.of(self.objective),
-            best=Best(self.args.eval, self.evaluator.fingerprint(metric) if self.evaluator and metric else ""),
             tokenizer=self.tokenizer,
             facts=self._facts,
             first_save=FirstSave(self.policy, self.args.model, is_wanted=self.args.report.check_saved),
             layout=self.layout,
             requests=self._requests,
-            rollout_scored=self._callbacks.rollout,
-            evaluated=self._callbacks.evaluation,
+            observers=Observers([_Record(self), self._callbacks, *observers]),
         )
 
-    def _steps(self, folder: RunFolder, parts: TrainerParts, first_step: int) -> Generator[dict[str, Any]]:
+    def _steps(self, training: Training) -> Generator[dict[str, Any]]:
+        boundary, source = training.boundary, training.source
         try:
-            self._callbacks.start(first_step, self._facts, parts.pending)
-            before = evaluate_before(parts, self.schedule, self.args, folder, self.summary)
+            self._callbacks.start(boundary.state.complete_steps, self._facts, source.pending)
+            before = evaluate_before(training, self.summary)
             if before and self.evaluator and self._prints:
                 announce(evaluation_line(before, "before training", str(self.evaluator.success or "")))
-            for metrics in run(parts, self.schedule, self.args, folder, first_step=first_step):
-                self.last_metrics, self.last_updates = metrics, parts.each_update
-                record_step(self.summary, parts, self.args, metrics, self.started)
-                self._callbacks.step(metrics)
-                yield metrics
+            for step in run(training):
+                yield step.metrics
+        except GeneratorExit:  # the loop that takes the steps is left; other ranks would have to come here to save
+            source.finish_sampling()
+            if self.world.size == 1 and boundary.holds:
+                boundary.save(wait=True)
+            raise
         except CancelledError:  # a rollout or an evaluation, because the run is to stop
-            stop_point(parts, folder)
+            boundary.stop_point()
             raise
         except NonFiniteError as error:  # the weights may be what is not finite: nothing is written of them
             error.args = (f"{error}; in step {self.summary['steps'] + 1}",)
             raise
         except FIXABLE as error:
-            parts.cancel_pending()
-            save_instant(parts, folder, wait=True)
-            hint = f"a checkpoint of step {parts.complete_steps} is kept: fix it and resume"
+            kept = boundary.save_before_error()
             where = "" if isinstance(error, CallbackError) else f"in step {self.summary['steps'] + 1}; "
-            error.args = (f"{error}; {where}{hint}",)
+            error.args = (f"{error}; {where}{kept}: fix it and resume",)
             raise
         finally:
-            parts.cancel_pending()
+            source.cancel()
             self.rewards.close()
             if self.acting:
                 self.acting.close()
         if self.args.model.lora.save_merged:
-            save_merged(folder.path / "merged", self.policy, self.tokenizer, self.world)
-        end_summary(self.summary, parts, self.schedule, self.started)
-        on_main(self.world, lambda: folder.write_summary(self.summary))
+            save_merged(training.folder.path / "merged", self.policy, self.tokenizer, self.world)
+        end_summary(self.summary, boundary.state, self.schedule, self.started)
+        lags = self.args.rollout.lag > 0  # rollouts that later weights cannot draw
+        on_main(self.world, lambda: training.folder.write_summary(self.summary, keep_journal=lags))
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, Any]:
         """Sample and score the evaluation prompts with the current policy; return the metrics with their intervals.
@@ -385,8 +400,8 @@ class GRPOTrainer:
         evaluator = self.evaluator if eval_dataset is None else self._evaluator(load_sets(eval_dataset, self.args.data))
         if evaluator is None:
             raise DataError("no evaluation data: pass eval_dataset, or set data.eval")
-        if self._parts is not None:
-            self._parts.free_engine()
+        if self._training is not None:
+            self._training.source.wait()
         ranks.update_engine(self.engine, self.policy, self.layout)
         return evaluator.evaluate(self.sampler)
 
@@ -424,22 +439,21 @@ class GRPOTrainer:
         """The settings with the time that the chat template prints: for the run folder, and for a resume."""
         return with_template_time(settings, self._template_time)
 
-    def _start(self, folder: RunFolder, beginning: Beginning) -> int:
+    def _start(self, folder: RunFolder, beginning: Beginning) -> None:
         text, again = self.prompts.fetch(DataCursor(), 1)[0].text, beginning is Beginning.AGAIN
-        on_main(self.world, lambda: folder.start(self.recorded, text, anew=again))
+        on_main(self.world, lambda: folder.start(self.recorded, text, anew=again, facts=self._facts))
         log_to(folder, self.world)
         set_seed(ranks.seed_of(self.args.run.seed, self.world))
         if self._prints:
             note = " (it has no checkpoint: the run starts again)" if again else ""
             announce(self.describe(), f"run folder: {folder.path}{note}", *self.started_by.to_give_again())
-        return 0
 
-    def _resume(self, folder: RunFolder, parts: TrainerParts, allowed: Collection[str]) -> int:
-        step, self.schedule, changes = resume_run(folder, parts, self.schedule, self.recorded, allowed)
+    def _resume(self, folder: RunFolder, parts: TrainerParts, state: State, allowed: Collection[str]) -> State:
+        state, self.schedule, changes = resume_run(folder, parts, self.schedule, state, self.recorded, allowed)
         log_to(folder, self.world)
         if self._prints:
-            announce(self.describe(), f"resuming {folder.path} after step {step}", *changes)
-        return step
+            announce(self.describe(), f"resuming {folder.path} after step {state.complete_steps}", *changes)
+        return state
 
     def _prompt_set(self, data: Data) -> PromptSet:
         """Render the rows to prompts, and try the reward functions on the first two."""
@@ -452,3 +466,17 @@ class GRPOTrainer:
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:
         """The evaluator of some sets; tries the reward functions on two rows of each."""
         return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, self._context, self.acting, self._tokens)
+
+
+class _Record(Observer):
+    """What a trainer says of its last step, for callbacks and the loop that takes the steps."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._of = weakref.ref(trainer)  # no cycle: when a trainer goes, the memory of its model is free
+
+    def stepped(self, step: CompleteStep) -> Wishes:
+        """Record the step."""
+        if (trainer := self._of()) is not None:
+            trainer.last_metrics, trainer.last_updates = step.metrics, step.updates
+            record_step(trainer.summary, step, trainer.args, trainer.started)
+        return Wishes()

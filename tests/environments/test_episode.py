@@ -106,17 +106,6 @@ def test_a_rollout_without_any_usable_episode_is_an_error(engine):
         play(engine, LetterHost(turns=4, fails=lambda p, g, turn: turn == 2))
 
 
-@pytest.mark.parametrize("numbers", [[[2], [1, 2], []], [[0, 1, 2], [2], [1]]])
-def test_failures_of_all_that_was_left_to_draw_are_no_error(engine, caplog, numbers):
-    """As in a resumed run: other episodes of the rollout ended well before."""
-    episodes = sampler(engine, LetterHost(turns=4, fails=lambda p, g, turn: turn == 2))
-    groups = episodes.generate(PROMPTS, 3, SAMPLING, RNGKey(0, 3), samples=numbers)
-    assert [len(group.completions) for group in groups] == list(map(len, numbers))
-    assert set(reasons(completions_of(groups))) == {"environment"}
-    count = sum(map(len, numbers))
-    assert f"{count} of {count} episodes failed and are left out" in caplog.text
-
-
 class Silent(LetterHost):
     """The environments of the first prompt never answer, and fail at the end."""
 

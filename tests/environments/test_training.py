@@ -14,7 +14,7 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
 from cohort.config import EnvironmentConfig
 from cohort.environments import Acting, Step
-from cohort.errors import ConfigError, DataError, EpisodeError, RunFolderError, Stopped
+from cohort.errors import ConfigError, DataError, EpisodeError, RewardError, RunFolderError, Stopped
 from cohort.report.rollouts import StoredStep
 from tests.conftest import each
 from tests.environments.templates import FAMILIES
@@ -113,7 +113,7 @@ def trainer(
 
 @pytest.mark.parametrize("where", ["tool", "get_reward"])
 def test_a_function_that_hangs_does_not_hold_up_a_stop(tmp_path, monkeypatch, where):
-    """It is interrupted after half of the time to stop; episodes that have ended are kept."""
+    """It is interrupted after half of the time to stop."""
     monkeypatch.setattr("cohort.train.signals._end", lambda *_: None)  # a slow machine does not end the tests
     called, hangs = [], [True]
 
@@ -146,7 +146,7 @@ def test_a_function_that_hangs_does_not_hold_up_a_stop(tmp_path, monkeypatch, wh
         return trainer(folder, few_calls, environment_factory=Asks, **settings)
 
     began = time.monotonic()
-    with pytest.raises(Stopped, match="stopped by SIGTERM in step 1"):
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 0"):
         make(tmp_path / "run").train()
     assert time.monotonic() - began < 150
     hangs[0] = False
@@ -451,9 +451,8 @@ def test_what_reset_draws_is_the_same_for_a_group(tmp_path, starts):
     assert len(set.union(*groups)) == (4 if starts == "same" else 12)
 
 
-def test_a_run_whose_episodes_begin_differently_goes_on_in_the_middle_of_a_rollout(tmp_path):
-    """The completions before the stop and those after it have other beginnings in common."""
-    from cohort.train.rollout import _merged
+def test_a_group_whose_episodes_begin_differently():
+    """Its prompt is what they have in common; each goes on with the rest of its own."""
     from cohort.types import Completion, Group, Prompt
 
     row = Prompt(3, 0, (1, 2, 3), "abc", [{"role": "user", "content": "abc"}], {})
@@ -472,8 +471,74 @@ def test_a_run_whose_episodes_begin_differently_goes_on_in_the_middle_of_a_rollo
     ]
     assert [one.token_ids.tolist() for one in whole.completions] == [one.token_ids.tolist() for one in drawn]
     assert whole.completions[2].text == "gx"
-    old = Group.of_starts(row, [(after(starts[0]), drawn[0]), (after(starts[1]), drawn[1])])
-    new = Group.of_starts(row, [(after(starts[2]), drawn[2])])
-    assert old.prompt.token_ids == (1, 2, 4)
-    assert new.prompt.token_ids == (1, 2, 7)
-    assert _merged(old, [0, 1], new) == whole
+
+
+class Position:
+    """An object that no file can hold."""
+
+
+class Plays:
+    def reset(self, **_):
+        self.position = Position()
+        return " Go."
+
+    def step(self, text):
+        return Step("Done.", float(len(text)), done=True)
+
+
+def test_a_state_that_no_file_holds_is_made_again(tmp_path):
+    """A reward fails after everything is drawn. The repaired one is given positions, not their text."""
+    broken, seen = [True], []
+
+    def judge(environments, trainer_state, **_):
+        seen.extend(type(one.position) for one in environments)
+        if broken[0] and trainer_state.max_steps:
+            raise ValueError("no")
+        return [1.0 * n for n in range(len(environments))]
+
+    def make():
+        return trainer(tmp_path / "run", judge, environment_factory=Plays, regex="[0-9]", on_error="stop", max_steps=1)
+
+    with pytest.raises(RewardError, match="no"):
+        make().train()
+    broken[0] = False
+    assert make().train(resume=True)["steps"] == 1
+    assert set(seen) == {Position}
+
+
+class Throws:
+    """Throws with a global generator, as a run that goes on does from where it was."""
+
+    def reset(self, **_):
+        return " Throw."
+
+    def step(self, text):
+        return Step("Done.", random.random(), done=True)
+
+
+def test_what_an_environment_draws_is_drawn_once(tmp_path):
+    """Everything is drawn when a reward fails, and the repaired one draws on."""
+    broken = [True]
+
+    def judge(environments, trainer_state, **_):
+        if broken[0] and trainer_state.max_steps:
+            raise ValueError("no")
+        return [random.random() for _ in environments]
+
+    def make(name):
+        settings = {"regex": "[0-9]", "on_error": "stop", "max_steps": 2, "tool_workers": 0}
+        return trainer(tmp_path / name, judge, environment_factory=Throws, **settings)
+
+    with pytest.raises(RewardError, match="no"):
+        make("failed").train()
+    broken[0] = False
+    random.seed(7)
+    make("failed").train(resume=True)
+    make("straight").train()
+    for step in (1, 2):
+        names = ("environment_reward", "rewards/judge", "token_ids")
+        one, other = (
+            [[row[name] for name in names] for row in rows_of(tmp_path / folder, step)]
+            for folder in ("failed", "straight")
+        )
+        assert one == other

@@ -50,7 +50,11 @@ def stored_best(folder):
 def test_the_best_by_hand(values, settings, new_best, best, since):
     found = Best(EvalConfig(**{"metric_for_best_model": METRIC} | settings))
     logged = [{} if value is None else {METRIC: value} for value in values]
-    assert [step for step, metrics in enumerate(logged) if found.update(step, metrics)] == new_best
+    saved = []
+    for step, metrics in enumerate(logged):
+        found, wins = found.after(step, metrics)
+        saved += [step] if wins else []
+    assert saved == new_best
     assert (found.step, found.value, found.evaluations_since) == (*best, since)
     expected = {"step": best[0], "metric": METRIC, "value": best[1]} if new_best else {}
     assert found.note() == expected
@@ -58,9 +62,10 @@ def test_the_best_by_hand(values, settings, new_best, best, since):
 
 def test_patience_and_a_metric_that_is_not_logged(caplog):
     best = Best(EvalConfig(metric_for_best_model=METRIC, early_stopping_patience=2))
-    exhausted = [
-        best.update(step, {"eval/pass@1/mean": 0.5, "eval/pass@1/low": 0}) or best.exhausted for step in (1, 2)
-    ]
+    exhausted = []
+    for step in (1, 2):
+        best, _ = best.after(step, {"eval/pass@1/mean": 0.5, "eval/pass@1/low": 0})
+        exhausted.append(best.exhausted)
     assert exhausted == [False, True]
     (message,) = caplog.messages  # once
     assert message.endswith("which the evaluation did not log: eval/pass@1/mean")
@@ -208,11 +213,11 @@ def test_which_settings_reset_the_best(metric, changed, kept, caplog):
     settings = {"metric_for_best_model": metric, "early_stopping_patience": 3, "num_generations_eval": 2}
     before = Best(EvalConfig(**settings), "the prompts", 4, 0.5, 2)
     now = Best(EvalConfig(**settings | changed), "the prompts")
-    now.load_state_dict(before.state_dict(), before.record())
+    now = now.restored(before.state_dict(), before.record())
     assert (now.step, now.value, now.evaluations_since) == ((4, 0.5, 2) if kept else (None, None, 0))
     assert caplog.messages == [] if kept else f"measured differently ({next(iter(changed))}): starting" in caplog.text
     other = Best(EvalConfig(**settings), "other prompts")
-    other.load_state_dict(before.state_dict(), before.record())
+    other = other.restored(before.state_dict(), before.record())
     assert other.step is None
 
 
@@ -222,11 +227,12 @@ def judged(values, state=None, record=None):
     best = Best(EvalConfig(metric_for_best_model=METRIC, early_stopping_patience=2))
     first = 1
     if state is not None:
-        best.load_state_dict(state["best"], record)
+        best = best.restored(state["best"], record)
         first = state["step"] + 1
     history = []
     for step, value in enumerate(values[first - 1 :], first):
-        if best.update(step, {METRIC: value}):
+        best, wins = best.after(step, {METRIC: value})
+        if wins:
             record = best.record()
         history.append(({"step": step, "best": best.state_dict()}, record))
         if best.exhausted:

@@ -20,6 +20,7 @@ from cohort.rollout import LocalEngine
 from cohort.runs.folder import RunFolder
 from cohort.runs.models import save_merged
 from cohort.train import loop
+from cohort.train.source import RolloutSource
 from cohort.train.update import update
 from cohort.trainer import GRPOTrainer
 
@@ -30,9 +31,10 @@ MARKS: dict[str, list[Callable[..., Any]]] = {
     "scoring": [Scoring.finish],
     "log-probs": [loop.with_advantages_and_logps],
     "update": [update],
-    "between updates": [loop.next_rollout],
-    "evaluation": [loop.evaluate_step],
+    "between updates": [RolloutSource.next],
+    "evaluation": [loop.evaluate],
     "best": [RunFolder.save_best],
+    "journal": [RunFolder.write_journal],
     "store": [RunFolder.write_rollout, RunFolder.write_evaluation],
     "metrics": [RunFolder.append_metrics],
     "checkpoint": [RunFolder.save_checkpoint],

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 # A process with threads cannot be forked safely.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -39,7 +40,9 @@ from cohort import trainer
 from cohort.cli import main as cohort
 from cohort.report.compare import changed_settings, differences, only_in, read_whole
 from cohort.runs.durable import check_whole
+from cohort.runs.folder import RunFolder
 from cohort.train.memory import TokenBudget
+from cohort.train.source import RolloutSource
 from tests.faults.killer import PHASES, Killer
 from tests.faults.variants import VARIANTS, write_inputs
 
@@ -49,6 +52,7 @@ TIMEOUT = 120.0
 """Seconds for one process."""
 RESUME_EVENTS = 5_000
 """Fewer than the events of a run's phase "resume", which no undisturbed run has."""
+DRAWN = "drawn: step "
 STOPPED = 75
 """Exit code of a run that a signal has stopped."""
 
@@ -95,6 +99,8 @@ class Harness:
     ) -> None:
         self._place, self._signal, self._fresh, self._fsync_seconds = place, number, fresh, fsync_seconds
         self._references: dict[str, Reference] = {}
+        self.read, self.repeated = 0, list[str]()
+        """Whole rollouts in the journals that processes have found, and those of them that they have drawn again."""
         write_inputs(place)
         # Measuring how much memory a pass needs is a third of a small run's start, and changes no number.
         trainer.find_budget = lambda *_: TokenBudget(64, None, None)
@@ -170,10 +176,13 @@ class Harness:
         """
         phase, _, number = instant.partition(":")
         timed = phase == "time"
+        journal = set(RunFolder(folder).journal_steps())
+        lines = len(Path(f"{folder}.log").read_text(errors="replace").splitlines()) if journal else 0
         killer = Killer(self._report, (phase, int(number)) if instant and not timed else None, self._signal)
         goes_on = folder.exists()
 
         def work() -> int:
+            RolloutSource._sample = _told(RolloutSource._sample)
             if goes_on:
                 time.time = partial(_behind, time.time)
             os.fsync = partial(_slow, os.fsync, self._fsync_seconds)
@@ -185,7 +194,27 @@ class Harness:
             return code
 
         after = (float(number), self._signal) if timed else None
-        return _in_process(work, Path(f"{folder}.log"), after)
+        code = _in_process(work, Path(f"{folder}.log"), after)
+        self.read += len(journal)
+        self.repeated += sorted(f"{variant}, step {step}" for step in journal & _drawn(folder, lines) if journal)
+        return code
+
+
+def _told(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """Sampling that prints which steps are drawn."""
+
+    def told(source: RolloutSource, step: int, cursor: Any, drawn: Any, pending: Any) -> Any:
+        if drawn is None:
+            print(f"{DRAWN}{step + 1}", flush=True)
+        return sample(source, step, cursor, drawn, pending)
+
+    return told
+
+
+def _drawn(folder: Path, start: int = 0) -> set[int]:
+    """The steps that processes have drawn, by what they have printed from some line on."""
+    lines = Path(f"{folder}.log").read_text(errors="replace").splitlines()[start:]
+    return {int(line.removeprefix(DRAWN)) for line in lines if line.startswith(DRAWN)}
 
 
 def _behind(now: Callable[[], float]) -> float:
@@ -362,8 +391,11 @@ def main() -> int:
                 print(f"{plan.command}\n  " + "\n  ".join(plan.problems[:8]).replace("\n", "\n  "), flush=True)
         used = os.times()
         cpu = used.user + used.system + used.children_user + used.children_system
-        print(table(done), f"{time.monotonic() - start:.0f} s, {cpu:.0f} s of processor time", sep="\n")
-    return 1 if any(kill.problems for kill in done) else 0
+        print(table(done))
+        print(f"{harness.read} rollouts were in journals; {len(harness.repeated)} of them were drawn again")
+        print("\n".join(harness.repeated), end="")
+        print(f"{time.monotonic() - start:.0f} s, {cpu:.0f} s of processor time")
+    return 1 if harness.repeated or any(kill.problems for kill in done) else 0
 
 
 if __name__ == "__main__":

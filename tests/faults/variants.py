@@ -71,7 +71,7 @@ VARIANTS: dict[str, Settings] = {
         "optim": {"optimizer": "muon", "lr_scheduler_type": "cosine", "warmup_steps": 2},
         "run": {"save_steps": 1},
     },
-    # Rollouts are sampled ahead, beside the training: a checkpoint holds one.
+    # Rollouts are sampled ahead, beside the training: the journal has one more than the checkpoint.
     "lag": {"rollout": {"lag": 1}, "objective": {"minibatches": 2}, "run": {"save_steps": 1}},
     # Ends before its last step, by evaluations without a new best.
     "early": {

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import tomli_w
+from safetensors.numpy import load, save
 
 from cohort.config import GRPOConfig, apply_overrides, hide_secrets, load_config, to_toml
 from cohort.data.source import read_file
@@ -35,8 +36,8 @@ from cohort.runs.checkpoints import load_checkpoint, random_state, saved_identit
 from cohort.runs.chosen import model_of
 from cohort.runs.durable import check_whole, write_file, write_manifest
 from cohort.runs.folder import RunFolder
+from cohort.runs.journal import DIGEST, TREE, StoredRollout, digest, encode_rollout, load_rollout
 from cohort.runs.reading import damage_named, read_best
-from cohort.runs.rollouts import StoredRollout, encode_rollout, load_rollout, write_encoded
 from cohort.runs.starts import last_start
 from cohort.runs.tables import with_facts, write_table
 from cohort.runs.verify import verify
@@ -258,10 +259,8 @@ def read_best_json(folder: Path, data: bytes) -> None:
     assert f"{note['step']} {note['metric']} {note['value']:.4g}"
 
 
-def read_stored(folder: Path, given: tuple[str, bytes]) -> None:
-    suffix, data = given
-    for name in ("json", "safetensors"):
-        (folder / f"torn.{name}").write_bytes(data if name == suffix else (folder / f"whole.{name}").read_bytes())
+def read_stored(folder: Path, data: bytes) -> None:
+    (folder / "torn").write_bytes(data)
     load_rollout(folder / "torn")
 
 
@@ -275,14 +274,15 @@ def some_rollout() -> StoredRollout:
     return StoredRollout([Group(prompt, (completion,))], None, {"a": np.arange(3), "b": complex(1, 2)})
 
 
-def prepare_rollout(folder: Path) -> None:
-    write_encoded(folder / "whole", encode_rollout(some_rollout()))
+def as_journal(tree: Any) -> bytes:
+    """A file with another tree, whose digest is right."""
+    numbers = load(encode_rollout(some_rollout())) | {TREE: np.frombuffer(as_json(tree), np.uint8)}
+    content: bytes = save(numbers, {DIGEST: digest(numbers)})
+    return content
 
 
-def stored_seed(suffix: str) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        prepare_rollout(Path(folder))
-        return (Path(folder) / f"whole.{suffix}").read_bytes()
+def journal_tree() -> Any:
+    return json.loads(load(encode_rollout(some_rollout()))[TREE].tobytes())
 
 
 STORED = {
@@ -338,7 +338,6 @@ def _readers() -> dict[str, Reader]:
     toml = [as_toml(CONFIG)]
     rows = [as_json(row) for row in ROWS]
     lines = b"\n".join(rows) + b"\n"
-    stored = stored_seed("json")
     columns = {"prompt": ["a", "b"], "answer": [1, 2]}
     files = {
         ".jsonl": changed(*ROWS).map(as_json).map(lambda row: row + b"\n" + rows[0]) | torn(lines),
@@ -368,12 +367,7 @@ def _readers() -> dict[str, Reader]:
             read_metrics,
         ),
         "best": Reader(changed(BEST).map(as_json) | torn(as_json(BEST)), read_best_json),
-        "rollout": Reader(
-            st.tuples(st.just("json"), changed(json.loads(stored)).map(as_json) | torn(stored))
-            | st.tuples(st.just("safetensors"), torn(stored_seed("safetensors"))),
-            read_stored,
-            prepare_rollout,
-        ),
+        "rollout": Reader(changed(journal_tree()).map(as_journal) | torn(encode_rollout(some_rollout())), read_stored),
         "store": Reader(changed(STORED).map(as_parquet) | torn(as_parquet(STORED)), read_store),
         "objective": Reader(changed(*PARTS), read_parts),
         "text": Reader(st.text(max_size=40) | torn_text(spec), read_text),
@@ -421,24 +415,26 @@ def _model_files() -> st.SearchStrategy[Any]:
 
 @cache
 def some_run() -> tuple[Any, Path]:
-    """The parts of a run of one step, and its checkpoint."""
+    """The parts and the first state of a run of one step, and its checkpoint."""
     folder, settings = Path(tempfile.mkdtemp()), {"max_steps": 1, "metric_for_best_model": "eval/reward/mean"}
     tokenizer = load_tokenizer(str(DEMO_MODEL))
     trainer = make_trainer(
         tokenizer, folder / "run", eval_rows=[{"prompt": "1+1"}], max_completion_length=2, **settings
     )
     trainer.train()
-    return trainer._parts, folder / "run" / "checkpoints" / "step-1"
+    return (trainer.make_parts(), trainer._first_state()), folder / "run" / "checkpoints" / "step-1"
 
 
 def read_state(folder: Path, data: bytes) -> None:
-    parts, checkpoint = some_run()
+    (parts, state), checkpoint = some_run()
     whole, before = (checkpoint / "state" / "loop.json").read_bytes(), random_state()
     try:
         (checkpoint / "state" / "loop.json").write_bytes(data)
         assert isinstance(saved_identity(checkpoint), dict)
-        with damage_named(checkpoint):  # as train.resume does
-            parts.restore(load_checkpoint(checkpoint, parts.models), None)
+        with damage_named(checkpoint):  # as train.boundary does
+            saved = load_checkpoint(checkpoint, parts.models)
+            parts.optimizer.load_state_dict(saved.optimizer)
+            state.restored(saved.loop, None)
     finally:
         (checkpoint / "state" / "loop.json").write_bytes(whole)
         set_random_state(before)

@@ -8,8 +8,8 @@ from cohort.config import GRPOConfig
 from cohort.replay.stored import read_step
 from cohort.runs.tables import with_facts, write_table
 from cohort.train import Rollout, assign_advantages, lay_out, split_minibatches, update
-from cohort.train.parts import Updates
 from cohort.train.store import step_table
+from cohort.train.update import Seen, Updates
 from tests.train.updates import CPU, context_for, logps_of, rollout, shifted_policy
 
 CONFIG = GRPOConfig(max_completion_length=8)
@@ -34,15 +34,14 @@ def stored_step(
     batch = lay_out(whole.used_groups, CPU)
     master = policy.precision.master
     old_N = logps_of(shifted_policy(), batch).to(master)
-    has_old = old or objective.needs_old_logps
+    has_old = old or objective.advantages_need_logps
     ref_N = old_N - 0.1 if objective.beta and objective.kl.estimator == "sampled" else None
     batch = dataclasses.replace(batch, old_logps_N=old_N if has_old else None, ref_logps_N=ref_N)
     batch = assign_advantages(batch, whole.used_scores, objective, max_completion_length=8)
     context = context_for(policy, objective, budget, learning_rate=1e-2, reference=reference)
-    updates = Updates(0)
-    updates.share(batch)
+    updates = Updates(0, Seen.nothing(batch))
     for part in split_minibatches(batch, minibatches) * iterations:
-        updates.ended(update(context, batch, part))
+        updates.add(update(context, batch, part))
     rows = range(len(groups)) if chosen is None else chosen
     table = step_table(context, 1, whole, batch, updates, minibatches, rows)
     write_table(table, folder / "rollouts" / "step-1.parquet")

@@ -15,7 +15,7 @@ import torch
 from cohort.config import OptimConfig
 from cohort.config.schema import RunConfig
 from cohort.policy import Policy, Precision, load_tokenizer
-from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, random_state
+from cohort.runs.checkpoints import NEEDED, Models, SavedState, load_checkpoint, random_state
 from cohort.runs.durable import check_whole, recover
 from cohort.runs.folder import RunFolder
 from cohort.train import Optimizer
@@ -69,7 +69,9 @@ def save(path, step, models, optimizer, settings):
     path.mkdir(exist_ok=True)
     folder.append_metrics({"step": step})
     assert folder.save_best(models, {"step": step, "metric": "eval/reward/mean", "value": 0.5, "measured": {}})
-    state = SavedState(step, optimizer.state_dict(), {}, {}, {}, {}, [random_state()])
+    state = SavedState(
+        step, optimizer.state_dict(), {key: {} for key in NEEDED} | {"random": [random_state()], "version": 0}
+    )
     folder.save_checkpoint(models, state, wait=True)
 
 

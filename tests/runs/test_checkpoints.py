@@ -17,7 +17,7 @@ from cohort.errors import DiskError, RunFolderError
 from cohort.parallel import World
 from cohort.policy import Policy, Precision
 from cohort.runs import checkpoints
-from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, load_weights, random_state
+from cohort.runs.checkpoints import NEEDED, Models, SavedState, load_checkpoint, load_weights, random_state
 from cohort.runs.folder import RunFolder
 from cohort.runs.models import check_saved, save_model
 from cohort.train import Optimizer, loop
@@ -110,7 +110,7 @@ def test_files_that_cannot_be_written(demo_tokenizer, tmp_path, limit):
     optimizer = Optimizer(model, OptimConfig(), 1)
     model(torch.tensor([[3, 4]])).logits.sum().backward()
     optimizer.step()
-    state = SavedState(1, optimizer.state_dict(), {}, {}, {}, {}, [random_state()])
+    state = SavedState(1, optimizer.state_dict(), {key: {} for key in NEEDED} | {"random": [random_state()]})
     settings = RunConfig(stop_when_unsaved_minutes=0)
     folder, before = RunFolder(tmp_path, settings), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))

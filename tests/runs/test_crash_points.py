@@ -11,10 +11,10 @@ from safetensors.numpy import save
 from cohort.config.schema import RunConfig
 from cohort.parallel import World
 from cohort.runs import checkpoints, durable
-from cohort.runs.checkpoints import LOOP, OPTIMIZER
+from cohort.runs.checkpoints import LOOP, NEEDED, OPTIMIZER
 from cohort.runs.folder import RunFolder
 
-STATE = dict.fromkeys(("optimizer", "cursor", "adaptive", "best", "identity", "random", "version"))
+STATE = dict.fromkeys(NEEDED)
 """What a checkpoint says beside its step."""
 OPERATIONS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from cohort.errors import RunFolderError
-from cohort.runs import durable
 from cohort.runs.durable import MANIFEST, check_whole, recover, replaced, write_atomically, write_file, write_manifest
 
 
@@ -92,7 +91,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 def test_two_writers_of_one_file_wait_for_each_other(tmp_path, monkeypatch):
     """As of two ``cohort report`` of one run."""
-    report, failures, others = tmp_path / "report.html", [], []
+    report, failures, others, real = tmp_path / "report.html", [], [], os.fsync
 
     def second():
         try:
@@ -100,14 +99,14 @@ def test_two_writers_of_one_file_wait_for_each_other(tmp_path, monkeypatch):
         except OSError as error:
             failures.append(error)
 
-    def write(path, chunks):
-        write_file(path, chunks)
+    def sync(descriptor):
+        real(descriptor)
         if not others:
             others.append(threading.Thread(target=second))
             others[0].start()
             others[0].join(0.1)  # it would have ended, and taken the first one's file with it
 
-    monkeypatch.setattr(durable, "write_file", write)
+    monkeypatch.setattr(os, "fsync", sync)
     (tmp_path / "report.html.part").write_text("left by a killed process")
     write_atomically(report, "first")
     others[0].join()

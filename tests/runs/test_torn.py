@@ -197,20 +197,10 @@ def without(key):
     return change
 
 
-def broken_pending(folder):
-    pending = next((folder / "state").glob("rollout-*.json"))
-    pending.write_text(pending.read_text().replace('"prompt"', '"prompts"'))
-
-
 UNREADABLE = {
     "model.safetensors": lambda folder: (folder / "model.safetensors").write_bytes(b"no tensors"),
     "optimizer.safetensors": lambda folder: (folder / "state/optimizer.safetensors").write_bytes(b""),
     "reference.safetensors": lambda folder: (folder / "state/reference.safetensors").write_bytes(b"\xff" * 64),
-    "sampler.safetensors": lambda folder: (folder / "state/sampler.safetensors").write_bytes(b"\0" * 7),
-    "rollout": lambda folder: next((folder / "state").glob("rollout-*.safetensors")).write_bytes(
-        b"\2" + b"\0" * 7 + b"{]"
-    ),
-    "rollout's tree": broken_pending,
     "loop.json": lambda folder: (folder / "state/loop.json").write_text("[]"),
     "loop.json without random": without("random"),
     "loop.json without version": without("version"),

@@ -134,3 +134,13 @@ def test_an_exported_run_from_an_adapter_is_what_it_trained(tmp_path, demo_token
     main(["export", "two", "out"])
     exported = AutoModelForCausalLM.from_pretrained("out")
     torch.testing.assert_close(logits(exported), logits(further.policy.model), rtol=0, atol=1e-5)
+
+
+def test_the_comparison_draws_no_random_numbers_of_the_run(tmp_path, demo_tokenizer, base):
+    """The generators after a run whose first save is compared are those after one that compares nothing."""
+    found = []
+    for check in (True, False):
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
+        trained(demo_tokenizer, tmp_path / str(check), model, save_steps=1, check_saved=check)
+        found.append(torch.get_rng_state())
+    assert torch.equal(*found)

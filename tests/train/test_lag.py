@@ -15,8 +15,8 @@ from cohort.environments import Step
 from cohort.errors import ConfigError, EpisodeError, PolicyMismatchError, RewardError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.runs.rollouts import load_rollout
-from cohort.train.rollout import Ahead
+from cohort.runs.journal import load_rollout
+from cohort.train.source import PendingRollout
 from tests.conftest import telling, tiny_llama
 from tests.environments import test_training as episodes
 from tests.train.harness import (
@@ -91,7 +91,7 @@ def test_two_runs_are_bit_equal(demo_tokenizer, tmp_path):
 
 
 def test_without_lag_nothing_is_copied_and_no_thread_starts(demo_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(Ahead, "begin", lambda *_: pytest.fail("a thread started"))
+    monkeypatch.setattr(PendingRollout, "begin", lambda *_: pytest.fail("a thread started"))
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1)
     trainer.train()
     assert trainer.engine.policy is trainer.policy
@@ -265,15 +265,17 @@ def test_a_reward_that_raises_stops_the_run_at_its_step(demo_tokenizer, tmp_path
     assert untimed_metrics_of(tmp_path / "run") == untimed_metrics_of(tmp_path / "straight")
 
 
-def test_a_checkpoint_holds_what_was_sampled_before_the_failure(demo_tokenizer, tmp_path):
+def test_the_journal_holds_what_was_sampled_before_the_failure(demo_tokenizer, tmp_path):
+    """One that a step has used; one that is sampled and not scored; and the one after it."""
     settings = {"lag": 2, "max_steps": 5, "on_error": "stop", "save_steps": 2}
     broken = make_trainer(demo_tokenizer, tmp_path / "run", rewards=failing_at(3, ValueError("no")), **settings)
     with pytest.raises(RewardError, match="a checkpoint of step 3 is kept"):
         broken.train()
-    state = tmp_path / "run" / "checkpoints" / "step-2" / "state"
-    # Steps count from 0: a complete rollout, and one that is sampled and not scored.
-    assert sorted(path.name for path in state.glob("rollout-*.json")) == ["rollout-2.json", "rollout-3.json"]
-    assert load_rollout(state / "rollout-3").facts["drawn"]
+    paths = sorted((tmp_path / "run" / "journal").glob("*"))
+    assert [path.stem for path in paths] == ["step-3", "step-4", "step-5"]
+    used, drawn, _ = map(load_rollout, paths)  # the checkpoint before the last needs the first
+    assert used.scores is not None
+    assert (drawn.scores, len(drawn.groups)) == (None, 4)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
@@ -386,7 +388,7 @@ def test_an_interrupt_while_training_waits_ends_what_it_waits_for(demo_tokenizer
 
 
 def test_a_function_that_does_not_return_is_left_behind(demo_tokenizer, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("cohort.train.rollout.ABANDON_SECONDS", 0.05)
+    monkeypatch.setattr("cohort.train.source.ABANDON_SECONDS", 0.05)
     release, reached = threading.Event(), threading.Event()
 
     def hangs(completions, trainer_state, **_):
@@ -400,7 +402,7 @@ def test_a_function_that_does_not_return_is_left_behind(demo_tokenizer, tmp_path
     assert reached.wait(10)
     with caplog.at_level(logging.WARNING, "cohort.train"):
         steps.close()
-    assert "the rollout of step 2 goes on: a function in it does not return" in caplog.text
+    assert "the rollout of step 2 goes on: its sampling or a function in it does not end" in caplog.text
     release.set()
     for thread in rollout_threads():
         thread.join(10)

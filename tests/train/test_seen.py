@@ -2,9 +2,9 @@
 
 import torch
 
-from cohort.objective import PRESETS, Coefficients, UpdateTokens, coefficients
+from cohort.objective import PRESETS, Coefficients, TokenStatistics, UpdateTokens, coefficients
 from cohort.train import part_of
-from cohort.train.update import Seen, Used
+from cohort.train.update import NonFinite, Seen, UpdateResult, Updates, Used
 from tests.train.test_layout import make_batch
 
 
@@ -42,8 +42,13 @@ def test_the_first_pass_stays():
     assert seen.passed_S.tolist() == [True, True, True, False]
     assert seen.values["logps"].tolist() == [-1.0, -1.0, -2.0, -2.0, -2.0, -2.0, 0.0, 0.0]
     assert seen.values["weight"].dtype == torch.float64
-    again = Seen.stored(seen.to_store(), torch.device("cpu"))
-    assert again.values.keys() == seen.values.keys()
-    for name, values_N in seen.values.items():
-        assert again.values[name].dtype == values_N.dtype
-        assert torch.equal(again.values[name], values_N)
+
+
+def test_what_is_kept_of_an_update_has_no_tensors_of_its_passes():
+    batch = make_batch([[2, 1]], [0.0] * 2)
+    part, updates = part_of(batch, [0, 1]), Updates(0, Seen.nothing(batch))
+    of_nothing = Used(part, part, None)
+    updates.add(UpdateResult(TokenStatistics.of_idle(3, 0), torch.zeros(3), 0.0, 0.1, 0.0, used=of_nothing))
+    assert updates.results[0].used is None
+    updates.add(NonFinite("a value is NaN"))
+    assert (updates.done, updates.skipped) == (2, [1])

@@ -1,4 +1,5 @@
-"""Stopping a run at any instant: the resumed run is bit for bit the run that was not stopped."""
+"""Stopping a run at any moment: the resumed run is bit for bit the run that was not stopped, and samples no rollout again
+that was complete."""
 
 import asyncio
 import os
@@ -11,8 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from cohort.errors import RewardError, Stopped
-from cohort.runs.rollouts import load_rollout
+from cohort.errors import RewardError, RunFolderError, Stopped
 from cohort.train.signals import Requests
 from tests.conftest import tiny_llama
 from tests.train.harness import (
@@ -80,7 +80,7 @@ def assert_same(one, other):
     assert mine["numbers"] == theirs["numbers"]
     assert mine["tensors"].keys() == theirs["tensors"].keys()
     assert all(torch.equal(value, theirs["tensors"][name]) for name, value in mine["tensors"].items())
-    assert one._parts.adaptive == other._parts.adaptive
+    assert one._training.boundary.state.adaptive == other._training.boundary.state.adaptive
     folders = one.folder.path, other.folder.path
     assert untimed_metrics_of(folders[0]) == untimed_metrics_of(folders[1])
     for kind in ("rollouts", "evaluations"):
@@ -115,7 +115,18 @@ def assert_many_stops_change_nothing(make, folder, between=14):
     return stops
 
 
-# Every instant --------------------------------------------------------------------------------------------------------
+def journal_of(folder):
+    return sorted(path.name for path in (folder / "journal").glob("*.safetensors"))
+
+
+def requests_of(trainer):
+    """The requests that a trainer's engine is given from now on."""
+    drawn, real = [], trainer.engine.submit
+    trainer.engine.submit = lambda requests: drawn.extend(requests) or real(requests)
+    return drawn
+
+
+# Every moment ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_stopped_again_and_again(demo_tokenizer, tmp_path):
@@ -128,61 +139,154 @@ def test_a_run_that_is_stopped_again_and_again(demo_tokenizer, tmp_path):
     assert assert_many_stops_change_nothing(make, tmp_path) >= 2
 
 
-def test_between_two_updates(demo_tokenizer, tmp_path):
-    """The weights of the stopped run are those after two of four updates, and the rest is made on the same rollout."""
+def stops_at_update(trainer, number, ask="stop"):
+    """Ask a trainer for something when it makes its optimizer step of this number, counted from 1."""
+    real, made = trainer.optimizer.step, []
 
+    def step(*arguments):
+        made.append(len(made))
+        if len(made) == number:
+            getattr(trainer, ask)()
+        return real(*arguments)
+
+    trainer.optimizer.step = step
+
+
+def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(demo_tokenizer, tmp_path):
     def make(folder):
         return make_trainer(demo_tokenizer, folder, **UPDATES)
 
     straight, stopped = make(tmp_path / "straight"), make(tmp_path / "stopped")
     straight.train()
-    real, versions = stopped.optimizer.step, []
-
-    def step(*arguments):
-        versions.append(stopped.policy.version)
-        if len(versions) == 2:
-            stopped.stop()
-        return real(*arguments)
-
-    stopped.optimizer.step = step
-    with pytest.raises(Stopped, match="in step 1, after 2 of its updates") as caught:
+    stops_at_update(stopped, 2)
+    with pytest.raises(Stopped, match="stopped by .* after step 1; .*step-1 holds this moment") as caught:
         stopped.train()
     assert caught.value.code == 75
     assert str(caught.value).endswith("; continue with the same script and train(resume='auto')")  # the model is new
-    assert stopped.policy.version == 2
-    state = tmp_path / "stopped" / "checkpoints" / "step-0" / "state"
-    assert {path.name for path in state.glob("*.json")} == {"loop.json", "rollout-0.json", "updates.json"}
-    resumed = make(tmp_path / "stopped")
-    resumed.engine.generate = None  # nothing is drawn for this step
-    steps = resumed.steps(resume=True)
-    with pytest.raises(TypeError):
-        list(steps)
+    assert stopped.policy.version == 4
     assert [line["step"] for line in metrics_of(tmp_path / "stopped")] == [1]
     resumed = make(tmp_path / "stopped")
     resumed.train(resume=True)
     assert_same(straight, resumed)
 
 
-def test_the_kl_may_be_turned_off_between_two_updates(demo_tokenizer, tmp_path):
-    def make(beta):
-        return make_trainer(demo_tokenizer, tmp_path / "run", **UPDATES | {"beta": beta, "max_steps": 1})
+def test_a_stop_before_the_first_update_keeps_the_rollout(demo_tokenizer, tmp_path):
+    """Its table is in the journal, and the checkpoint is of the moment before the step."""
+    stopped_by = []
 
-    stopped = make(0.05)
-    real, updates = stopped.optimizer.step, []
+    class Stops:
+        def on_rollout(self, trainer, event):
+            stopped_by.append(event.step)
+            trainer.stop()
+
+    def make(folder, callbacks=()):
+        return make_trainer(demo_tokenizer, folder, exact_model(demo_tokenizer), callbacks=callbacks, **UPDATES)
+
+    with pytest.raises(Stopped, match="after step 0; .*step-0 holds"):
+        make(tmp_path / "stopped", [Stops()]).train()
+    assert stopped_by == [1]
+    assert journal_of(tmp_path / "stopped") == ["step-1.safetensors"]
+    resumed = make(tmp_path / "stopped")
+    drawn = requests_of(resumed)
+    resumed.train(resume=True)
+    assert len(drawn) == 16  # the second of two steps
+    assert not (tmp_path / "stopped" / "journal").exists()
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert_same(straight, resumed)
+
+
+def test_a_killed_run_samples_nothing_again_that_the_journal_has(demo_tokenizer, tmp_path):
+    """Its newest checkpoint is three steps old: four rollouts are read, and one is sampled."""
+
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, **UPDATES | {"max_steps": 6, "save_steps": 1, "top_p": 0.9})
+
+    straight, killed = make(tmp_path / "straight"), make(tmp_path / "killed")
+    straight.train()
+    break_after(killed, 1)
+    killed = make(tmp_path / "killed")
+    real_update, updates = killed.optimizer.step, []
 
     def step(*arguments):
-        updates.append(len(updates))
-        if len(updates) == 2:
-            stopped.stop()
-        return real(*arguments)
+        updates.append(1)
+        if len(updates) == 4 * 3 + 2:  # in step 5, between two updates
+            raise KeyboardInterrupt
+        return real_update(*arguments)
 
-    stopped.optimizer.step = step
-    with pytest.raises(Stopped, match="after 2 of its updates"):
-        stopped.train()
-    resumed = make(0.0)
-    resumed.train(resume=True, allow_changed=["objective.beta"])
-    assert resumed.summary["updates"] == 4
-    assert ["kl/k3" in update for update in resumed.last_updates] == [True, True, False, False]
+    killed.optimizer.step = step
+    steps = killed.steps(resume=True)
+    killed.folder.save_checkpoint = lambda *_, **__: True  # nothing of it reaches the disk
+    with pytest.raises(KeyboardInterrupt):
+        list(steps)
+    assert journal_of(tmp_path / "killed") == [f"step-{step}.safetensors" for step in (2, 3, 4, 5)]
+    resumed = make(tmp_path / "killed")
+    drawn = requests_of(resumed)
+    resumed.train(resume=True)
+    assert len(drawn) == 16
+    assert_same(straight, resumed)
+
+
+@pytest.mark.parametrize("damage", ["cut", "a bit", "gone"])
+def test_a_damaged_journal_is_sampled_again(demo_tokenizer, tmp_path, damage, caplog):
+    class Stops:
+        def on_rollout(self, trainer, event):
+            if event.step == 2:
+                trainer.stop()
+
+    def make(folder, callbacks=()):
+        return make_trainer(demo_tokenizer, folder, callbacks=callbacks, max_steps=3)
+
+    with pytest.raises(Stopped):
+        make(tmp_path / "run", [Stops()]).train()
+    path = tmp_path / "run" / "journal" / "step-2.safetensors"
+    content = bytearray(path.read_bytes())
+    if damage == "a bit":
+        content[-1] ^= 1
+    path.write_bytes(content[: len(content) // 2] if damage == "cut" else content)
+    if damage == "gone":
+        path.unlink()
+    resumed = make(tmp_path / "run")
+    drawn = requests_of(resumed)
+    resumed.train(resume=True)
+    assert len(drawn) == 32
+    assert ("step 2 is sampled again" in caplog.text) == (damage != "gone")
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert_same(straight, resumed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sampled"),
+    [
+        *[({"learning_rate": 2e-2}, 16), ({"lag": 1}, 16), ({"save_steps": 7}, 16), ({"max_steps": 4}, 32)],
+        *[({"temperature": 0.9}, 32), ({"beta": 0.05}, None)],
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+def test_what_a_changed_run_takes_from_the_journal(demo_tokenizer, tmp_path, changed, sampled):
+    """Stopped in step 2 of 3. What a change of the updates cannot reach is read; a longer run has one step more."""
+
+    class Stops:
+        def on_rollout(self, trainer, event):
+            if event.step == 2:
+                trainer.stop()
+
+    def make(callbacks=(), **settings):
+        settings = {"max_steps": 3, "lr_scheduler_type": "constant"} | settings
+        return make_trainer(demo_tokenizer, tmp_path / "run", callbacks=callbacks, **settings)
+
+    with pytest.raises(Stopped):
+        make([Stops()]).train()
+    resumed = make(**changed)
+    drawn = requests_of(resumed)
+    allowed = ["optim.learning_rate", "objective.beta", "rollout.lag", "rollout.temperature"]
+    if sampled is None:
+        with pytest.raises(RunFolderError, match="no reference policy"):
+            resumed.train(resume=True, allow_changed=allowed)
+        return
+    resumed.train(resume=True, allow_changed=allowed)
+    assert len(drawn) == sampled
 
 
 def exact_model(tokenizer):
@@ -190,71 +294,7 @@ def exact_model(tokenizer):
     return tiny_llama(vocab_size=len(tokenizer), hidden_size=64)
 
 
-def test_completions_that_have_ended_are_not_drawn_again(demo_tokenizer, tmp_path):
-    def make(folder):
-        return make_trainer(demo_tokenizer, folder, exact_model(demo_tokenizer), max_steps=1)
-
-    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "stopped")
-    straight.train()
-    assert stopped_at(stopped, 8)[0]
-    state = tmp_path / "stopped" / "checkpoints" / "step-0" / "state"
-    kept = load_rollout(state / "rollout-0")
-    ended = sum(len(group.completions) for group in kept.groups)
-    assert 0 < ended < 16
-    assert ended == sum(map(len, kept.facts["samples"]))
-    resumed, drawn = make(tmp_path / "stopped"), []
-    real = resumed.engine.submit
-    resumed.engine.submit = lambda requests: drawn.extend(requests) or real(requests)
-    resumed.train(resume=True)
-    assert len(drawn) == 16 - ended
-    assert_same(straight, resumed)
-
-
-def test_a_second_stop_in_the_same_rollout_keeps_what_has_ended_since(demo_tokenizer, tmp_path):
-    def make():
-        return make_trainer(demo_tokenizer, tmp_path / "run", exact_model(demo_tokenizer), max_steps=1)
-
-    ended = []
-    for look in (8, 11, 0):  # the last one stops before anything is drawn
-        assert stopped_at(make(), look, resume=bool(ended))[0]
-        kept = load_rollout(tmp_path / "run" / "checkpoints" / "step-0" / "state" / "rollout-0")
-        ended.append(sum(map(len, kept.facts["samples"])))
-    assert 0 < ended[0] < ended[1] == ended[2]
-
-
-def test_calls_that_have_ended_are_not_made_again(demo_tokenizer, tmp_path):
-    """A reward that is awaited for ever in one completion, a stop meanwhile, and the reward repaired."""
-    called, broken, dry = [], [True], 4  # calls of the trial before the run
-
-    async def judge(completion, log_extra, log_metric, **_):
-        called.append(completion)
-        if broken[0] and len(called) == dry + 3:
-            while len(called) < dry + 16:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)  # the others have ended
-            stopped.stop()
-            await asyncio.sleep(3600)
-        log_extra("length", len(completion))
-        log_metric("length", len(completion) / 3)
-        return len(completion) / 10
-
-    def make(folder):
-        return make_trainer(demo_tokenizer, folder, rewards=[judge, digits_reward], max_steps=1)
-
-    stopped = make(tmp_path / "stopped")
-    with pytest.raises(Stopped, match="in step 1, while it was sampled or scored"):
-        stopped.train()
-    assert len(called) == dry + 16
-    broken[0], called[:] = False, []
-    resumed = make(tmp_path / "stopped")
-    resumed.train(resume=True)
-    assert len(called) == dry + 1
-    straight = make(tmp_path / "straight")
-    straight.train()
-    assert_same(straight, resumed)
-
-
-def test_what_was_scored_before_a_stop_is_kept_beside_the_checkpoint_of_the_step_before(demo_tokenizer, tmp_path):
+def test_what_is_scored_when_a_stop_comes_is_kept(demo_tokenizer, tmp_path):
     stops, calls = [], []
 
     def reward(completions, trainer_state, **_):
@@ -268,7 +308,7 @@ def test_what_was_scored_before_a_stop_is_kept_beside_the_checkpoint_of_the_step
         return make_trainer(demo_tokenizer, tmp_path / "run", rewards=reward, max_steps=2, save_steps=1)
 
     stops.append(make())
-    with pytest.raises(Stopped, match="in step 2, before its updates"):
+    with pytest.raises(Stopped, match="after step 1; .*step-1 holds"):
         stops[0].train()
     resumed, drawn = make(), []
     resumed.engine.submit = drawn.extend
@@ -278,7 +318,7 @@ def test_what_was_scored_before_a_stop_is_kept_beside_the_checkpoint_of_the_step
 
 
 def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_path, monkeypatch):
-    """After half of the time to stop. What was sampled is kept, and so are the calls of other functions."""
+    """After half of the time to stop. What was sampled is kept."""
     monkeypatch.setattr("cohort.train.signals._end", lambda *_: None)  # a slow machine does not end the tests
     hangs, calls = [True], []
 
@@ -296,7 +336,7 @@ def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_
         return make_trainer(demo_tokenizer, folder, rewards=[other, hanging], max_steps=1, stop_seconds=0.6)
 
     stopped, started = make(tmp_path / "stopped"), time.monotonic()
-    with pytest.raises(Stopped, match="stopped by SIGTERM in step 1, while it was sampled or scored"):
+    with pytest.raises(Stopped, match="stopped by SIGTERM after step 0"):
         stopped.train()
     assert time.monotonic() - started < 10
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -305,7 +345,7 @@ def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_
     resumed.engine.submit = drawn.extend
     calls.clear()
     resumed.train(resume=True)
-    assert calls == drawn == []
+    assert (drawn, calls) == ([], [16])
     straight = make(tmp_path / "straight")
     straight.train()
     assert_same(straight, resumed)
@@ -320,11 +360,6 @@ def lagging(demo_tokenizer, folder, rewards=digits_reward, **settings):
 
 
 LAG = {"num_iterations": 2, "minibatches": 2, "max_steps": 3, "lag": 1, "save_steps": 0}
-
-
-def newest_state(folder):
-    """The training may have ended its step before it stopped."""
-    return max((folder / "checkpoints").glob("step-?"), key=lambda path: path.name) / "state"
 
 
 def stops_in_sampling(trainer, rollout, decodes, updates):
@@ -372,29 +407,26 @@ def lagging_straight(demo_tokenizer, tmp_path_factory):
     ],
     ids=["after two updates", "before another one begins", "the first", "one complete beside it"],
 )
-def test_a_stop_cancels_what_is_sampled_beside_the_training(
+def test_a_stop_waits_for_what_is_sampled_beside_the_training(
     demo_tokenizer, tmp_path, lagging_straight, lag, rollout, updates
 ):
-    """The rest is drawn with the weights that drew the beginning, which the policy no longer has."""
+    """No later process has the weights that draw it."""
     stopped = lagging(demo_tokenizer, tmp_path / "run", lag=lag)
     stops_in_sampling(stopped, rollout, 7, updates)
     with pytest.raises(Stopped):
         stopped.train()
-    state = newest_state(tmp_path / "run")
-    kept = load_rollout(state / f"rollout-{rollout}")
-    assert 0 < sum(map(len, kept.facts["samples"])) < 16
-    assert (state / "sampler.safetensors").exists() == (updates > 0)
+    kept = len(journal_of(tmp_path / "run"))
+    assert kept >= 1
+    done = stopped._training.boundary.state.complete_steps
     resumed = lagging(demo_tokenizer, tmp_path / "run", lag=lag)
-    drawn, real = [], resumed.engine.submit
-    resumed.engine.submit = lambda requests: drawn.extend(requests) or real(requests)
+    drawn = requests_of(resumed)
     resumed.train(resume=True)
-    assert len(drawn) == 16 * (3 - rollout) - sum(map(len, kept.facts["samples"]))
+    assert len(drawn) == 16 * (3 - done - kept)
     assert_same(lagging_straight[lag], resumed)
 
 
-def test_a_stop_before_an_evaluation_keeps_the_weights_that_draw_beside_it(demo_tokenizer, tmp_path):
-    """The evaluation gives the engine the weights of now, though it is cancelled too. Of the rollout, hardly anything
-    is drawn."""
+def test_a_stop_before_an_evaluation_waits_for_what_is_drawn_beside_it(demo_tokenizer, tmp_path):
+    """The evaluation would give the engine the weights of now."""
 
     def make(folder):
         return lagging(demo_tokenizer, folder, eval_rows=ROWS[:2], eval_steps=1)
@@ -409,8 +441,8 @@ def test_a_stop_before_an_evaluation_keeps_the_weights_that_draw_beside_it(demo_
     assert_same(straight, resumed)
 
 
-def test_a_stop_in_scoring_beside_the_training_keeps_the_calls(demo_tokenizer, tmp_path):
-    """One call of sixteen does not end; the others and what was drawn are kept, without the weights that drew it."""
+def test_a_stop_in_scoring_beside_the_training_keeps_what_is_drawn(demo_tokenizer, tmp_path):
+    """One call of sixteen does not end. All are made again."""
     hangs, called = [True], []
 
     async def judge(completion, trainer_state, **_):
@@ -425,53 +457,13 @@ def test_a_stop_in_scoring_beside_the_training_keeps_the_calls(demo_tokenizer, t
     stopped = lagging(demo_tokenizer, tmp_path / "run", judge)
     with pytest.raises(Stopped):
         stopped.train()
-    state = newest_state(tmp_path / "run")
-    assert load_rollout(state / "rollout-1").facts["drawn"]
-    assert not (state / "sampler.safetensors").exists()
     hangs[0] = False
     resumed = lagging(demo_tokenizer, tmp_path / "run", judge)
+    drawn = requests_of(resumed)
     resumed.train(resume=True)
-    assert len(called) == 17
+    assert (len(drawn), len(called)) == (16, 32)
     straight = lagging(demo_tokenizer, tmp_path / "straight", judge)
     straight.train()
-    assert_same(straight, resumed)
-
-
-def test_a_round_after_a_stop_has_the_weights_of_the_one_before_it(demo_tokenizer, tmp_path):
-    """The round was drawn, and its scores were awaited. They ask for another round, which the stopped run has not begun."""
-    stops, called, trained = [], [], threading.Event()
-
-    async def judge(completion, trainer_state, **_):
-        if trainer_state.global_step == 2:
-            called.append(completion)
-            if stops and len(called) == 1:
-                while len(called) < 16 or not trained.is_set():
-                    await asyncio.sleep(0.01)
-                stops.pop().stop()
-                await asyncio.sleep(3600)
-        return float(len(completion) % 5 == 0)
-
-    def make(folder):
-        rule = {"rule": "dynamic_sampling", "max_rounds": 3}
-        return lagging(demo_tokenizer, folder, judge, group_filter=rule)
-
-    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "run")
-    straight.train()
-    assert metrics_of(tmp_path / "straight")[2]["groups/rounds"] > 1
-    called.clear()
-    real = stopped.optimizer.step
-
-    def step(*arguments):
-        if stopped.policy.version >= 4:
-            trained.set()
-        return real(*arguments)
-
-    stopped.optimizer.step = step
-    stops.append(stopped)
-    with pytest.raises(Stopped):
-        stopped.train()
-    resumed = make(tmp_path / "run")
-    resumed.train(resume=True)
     assert_same(straight, resumed)
 
 
@@ -542,21 +534,14 @@ def test_stops_at_random_moments_beside_the_training(demo_tokenizer, tmp_path, v
 
 
 def test_a_checkpoint_without_stopping(demo_tokenizer, tmp_path):
-    """It changes nothing, and a run that is killed later goes on from it."""
+    """It is of the next moment between two steps, and changes nothing; a run that is killed later goes on from it."""
 
     def make(folder):
         return make_trainer(demo_tokenizer, folder, **UPDATES, save_steps=0)
 
     straight, saved = make(tmp_path / "straight"), make(tmp_path / "saved")
     straight.train()
-    real = saved.optimizer.step
-
-    def step(*arguments):
-        if saved.policy.version == 4 + 1:
-            saved.save_now()
-        return real(*arguments)
-
-    saved.optimizer.step = step
+    stops_at_update(saved, 2, ask="save_now")
     saved.train()
     assert_same(straight, saved)
     folder = tmp_path / "saved"
@@ -647,15 +632,106 @@ def test_scores_of_a_function_that_has_changed_are_not_kept(demo_tokenizer, tmp_
 
     stops = []
     stops.append(make(the_function_before(stops)))
-    with pytest.raises(Stopped, match="while it was sampled or scored"):
+    with pytest.raises(Stopped, match="after step 0"):
         stops[0].train()
-    kept = load_rollout(tmp_path / "run" / "checkpoints" / "step-0" / "state" / "rollout-0")
-    assert len(kept.facts["calls"]) == 15
     resumed, drawn = make(the_function_of_now()), []
     resumed.engine.submit = drawn.extend
     resumed.train(resume=True, allow_changed=["code"])
     assert drawn == []
     assert all(row["reward"] == -len(row["completion"]) for row in rows_of(tmp_path / "run"))
+
+
+def test_scores_of_a_function_that_has_changed_where_they_decide_how_many_groups_there_are(demo_tokenizer, tmp_path):
+    """A rollout of dynamic sampling is sampled again: the new scores may ask for another round."""
+
+    class Stops:
+        def on_rollout(self, trainer, event):
+            trainer.stop()
+
+    def make(reward, callbacks=()):
+        rule = {"rule": "dynamic_sampling", "max_rounds": 3}
+        settings = {"max_steps": 1, "group_filter": rule}
+        return make_trainer(demo_tokenizer, tmp_path / "run", rewards=reward, callbacks=callbacks, **settings)
+
+    with pytest.raises(Stopped):
+        make(the_function_of_now(), [Stops()]).train()
+    assert journal_of(tmp_path / "run") == ["step-1.safetensors"]
+    make(rarely).train(resume=True, allow_changed=["code", "rewards"])
+    groups = [row["group"] for row in rows_of(tmp_path / "run")]
+    assert len(groups) == 4 * len(set(groups)) > 16  # several rounds, and no group twice
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_an_unscored_rollout_has_the_random_numbers_of_before_its_scoring(demo_tokenizer, tmp_path, rounds):
+    """The first of two functions has drawn from a global generator when the second one fails. With dynamic sampling,
+    all is sampled again."""
+    rule = {"group_filter": {"rule": "dynamic_sampling", "max_rounds": 3}} if rounds else {}
+    broken = [True]
+
+    def noisy(completions, **_):
+        return [random.random() for _ in completions]
+
+    def fails(completions, trainer_state, **_):
+        if broken[0] and trainer_state.global_step == 1:
+            raise ValueError("no")
+        return digits_reward(completions)
+
+    def make(folder):
+        return make_trainer(demo_tokenizer, folder, rewards=[noisy, fails], on_error="stop", max_steps=3, **rule)
+
+    with pytest.raises(RewardError):
+        make(tmp_path / "failed").train()
+    broken[0] = False
+    resumed = make(tmp_path / "failed")
+    drawn = requests_of(resumed)
+    random.seed(7)
+    resumed.train(resume=True)
+    assert len(drawn) == 32 if rounds else 16
+    straight = make(tmp_path / "straight")
+    straight.train()
+    assert_same(straight, resumed)
+
+
+def test_what_follows_a_rollout_that_is_sampled_again_is_not_read(demo_tokenizer, tmp_path):
+    """Weights of later steps have drawn it, and these may differ now."""
+
+    def make():
+        return make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, save_steps=1, save_total_limit=4)
+
+    killed = make()
+    for metrics in (steps := killed.steps()):
+        killed.folder.save_checkpoint = lambda *_, **__: True  # nothing of a later one reaches the disk
+        if metrics["step"] == 3:
+            steps.close()
+    journal = tmp_path / "run" / "journal"
+    assert journal_of(tmp_path / "run") == ["step-2.safetensors", "step-3.safetensors"]
+    (journal / "step-2.safetensors").unlink()
+    resumed = make()
+    drawn = requests_of(resumed)
+    resumed.train(resume=True)
+    assert len(drawn) == 3 * 16
+
+
+def test_an_evaluation_that_was_asked_for_is_repeated(demo_tokenizer, tmp_path):
+    stops = []
+
+    async def judge(completion, prompt, trainer_state, **_):
+        if stops and trainer_state.evaluating and trainer_state.global_step == 1:
+            stops.pop().stop()
+            await asyncio.sleep(3600)
+        return len(completion) / 10
+
+    def make():
+        settings = {"rows": ROWS[2:], "eval_rows": ROWS[:2], "eval_steps": 0, "eval_on_start": False, "max_steps": 2}
+        return make_trainer(demo_tokenizer, tmp_path / "run", rewards=judge, **settings)
+
+    stops.append(stopped := make())
+    stopped.evaluate_now()
+    with pytest.raises(Stopped, match="in the evaluation after step 1"):
+        stopped.train()
+    make().train(resume=True)
+    evaluated = [line["step"] for line in metrics_of(tmp_path / "run") if "eval/reward/mean" in line]
+    assert evaluated == [1, 2]
 
 
 def test_a_failing_reward_loses_no_completion(demo_tokenizer, tmp_path):

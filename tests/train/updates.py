@@ -89,7 +89,7 @@ def batch_for(policy, objective, *, old=True, truncated=()):
     batch = dataclasses.replace(
         batch,
         sampler_logps_N=logps + 0.02 * noise,
-        old_logps_N=logps if old or objective.needs_old_logps else None,
+        old_logps_N=logps if old or objective.advantages_need_logps else None,
         ref_logps_N=logps - 0.1 if objective.beta else None,
     )
     return assign_advantages(batch, scores, objective, max_completion_length=8)

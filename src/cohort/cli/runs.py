@@ -208,7 +208,7 @@ def diff(run_a: str, run_b: str, /) -> int:
 
 @app.command(
     sort_key=16,
-    usage="Usage: cohort replay RUN [--step N] [--objective PRESET] [--set PART=VALUE ...] [--train --output FOLDER]",
+    usage="Usage: cohort replay RUN [--step N] [--objective PRESET] [--set PART=VALUE ...]",
     help_epilogue="Example: cohort replay runs/mine --step 12 --objective dr_grpo --set beta=0.01. 'cohort docs "
     "replay' explains the result, which is also in RUN/replays/.",
 )

@@ -187,7 +187,7 @@ POLL_SECONDS = 0.2
 
 @app.command(sort_key=4, usage="Usage: cohort save RUN [--timeout SECONDS]")
 def save(run: str, /, *, timeout: float = 600.0) -> None:
-    """Let a run write a checkpoint before its next update, and go on; it may run on another machine.
+    """Let a run write a checkpoint between two steps, and go on; it may run on another machine.
 
     Args:
         run: The run folder.

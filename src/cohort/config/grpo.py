@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 from pydantic import model_validator
 
 from cohort.config import schema
 from cohort.config.data import DataConfig
-from cohort.config.names import SettingNames
 from cohort.config.objective import ObjectiveConfig
 from cohort.config.optim import OptimConfig
 from cohort.config.report import ReportConfig
@@ -51,7 +50,7 @@ class GRPOConfig(Section):
     run: schema.RunConfig = schema.RunConfig()
     report: ReportConfig = ReportConfig()
 
-    def __init__(self, **settings: Unpack[SettingNames]) -> None:
+    def __init__(self, **settings: Any) -> None:
         with explain_errors(type(self)):
             super().__init__(**_by_section(type(self), settings))
 
@@ -207,7 +206,7 @@ class Schedule:
     last_prompts: int
     """Prompts of the last step, which uses what remains of the epochs."""
     needs_old_logps: bool
-    """Whether the log-probs of the policy that sampled are computed before the first update: several updates use a
+    """Whether the log-probs of the weights before the first update are computed: several updates use a
     rollout, or the objective needs them (a KL in the reward or the advantage)."""
     needs_ref_logps: bool
     """Whether the reference's log-probs are computed before the first update: beta is not 0, and the KL is estimated
@@ -235,7 +234,7 @@ class Schedule:
         total = None if num_prompts is None or config.run.max_steps else num_prompts * config.run.num_epochs
         steps = config.run.max_steps or math.ceil((total or 0) / prompts)
         last_prompts = prompts if total is None else total - (steps - 1) * prompts
-        needs_old_logps = config.objective.updates_per_rollout > 1 or objective.needs_old_logps
+        needs_old_logps = config.objective.updates_per_rollout > 1 or objective.advantages_need_logps
         needs_ref_logps = objective.beta != 0 and objective.kl.estimator == "sampled"
         return cls(config, objective, num_prompts, total, steps, last_prompts, needs_old_logps, needs_ref_logps)
 
@@ -272,8 +271,9 @@ class Schedule:
         updates, size = self.config.objective, self.config.rollout.num_generations
         old = "not computed: one update per rollout, the old policy is the current one by identity"
         if self.needs_old_logps:
-            several = f"{updates.updates_per_rollout} updates use it"
-            old = f"one no-grad pass per rollout ({'the KL needs it' if self.objective.needs_old_logps else several})"
+            why = f"{updates.updates_per_rollout} updates use it"
+            why = "the KL needs it" if self.objective.advantages_need_logps else why
+            old = f"one no-grad pass per rollout ({why})"
         elif self.objective.ratio_anchor == "old":
             old += ": every ratio is 1"
             region = self.objective.trust_region

@@ -364,5 +364,5 @@ class RunConfig(Section):
     """While files cannot be written (disk full, read-only, gone), training goes on and the writes are repeated. The run
     ends when that has lasted this many minutes. 0: it ends at the first failure."""
     stop_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
-    """Time to stop after SIGTERM, SIGINT (Ctrl-C) or SIGUSR1: to finish the optimizer step and write a checkpoint. Then
-    the process ends without one. 0: no limit."""
+    """Time to stop after SIGTERM, SIGINT (Ctrl-C) or SIGUSR1: to cancel sampling or end the step's updates, and write a
+    checkpoint. Then the process ends without one. 0: no limit."""

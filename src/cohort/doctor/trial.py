@@ -14,6 +14,7 @@ from cohort.data import DataCursor
 from cohort.doctor.known import Run
 from cohort.rollout import RNGKey, Sampling, Watch
 from cohort.train import (
+    Adaptive,
     NonFinite,
     Rollout,
     StepContext,
@@ -30,7 +31,7 @@ from cohort.train.logps import CHECKED_COMPLETIONS, sampler_gap
 from cohort.train.loop import with_advantages_and_logps
 from cohort.train.metrics import policy_movement
 from cohort.train.ranks import update_engine
-from cohort.train.sample import trainer_state
+from cohort.train.source import trainer_state
 from cohort.types import TokenBatch
 
 PROMPTS = 16
@@ -87,15 +88,7 @@ def try_run(run: Run) -> Trial:
     scale = config.rollout.prompts_per_step / count
     seconds = {phase: found * scale for phase, found in clock.seconds.items()}
 
-    context = StepContext(
-        parts.policy,
-        parts.optimizer,
-        parts.adaptive.applied_to(parts.objective),
-        Sampling.of(config.rollout),
-        parts.budget,
-        parts.reference,
-        parts.layout,
-    )
+    context = parts.context(Adaptive.of(parts.objective).applied_to(parts.objective))
     batch = lay_out(rollouts[0].used_groups, parts.policy.device, context.repetition_penalty)
     gap = sampler_gap(context, batch)
     reference_gap = _reference_gap(context, batch)

@@ -217,9 +217,8 @@ class EpisodeSampler(Sampler):
         sampling: Sampling | Sequence[Sampling],
         key: RNGKey,
         watch: Watch | None = None,
-        samples: Sequence[Sequence[int]] | None = None,
     ) -> list[Group]:
-        """``num_generations`` episodes for each prompt, in the order of the prompts; with ``samples``, only these.
+        """``num_generations`` episodes for each prompt, in the order of the prompts.
 
         The groups' prompts include what the environments showed first.
 
@@ -229,11 +228,10 @@ class EpisodeSampler(Sampler):
         """
         limit = self.settings.max_turn_length
         samplings = [replace(one, max_turn_length=limit) for one in samplings_of(prompts, num_generations, sampling)]
-        numbers = samples if samples is not None else [range(num_generations)] * len(prompts)
-        batch = EpisodeBatch(self, prompts, numbers, samplings, key, watch or Watch())
+        batch = EpisodeBatch(self, prompts, num_generations, samplings, key, watch or Watch())
         try:
             groups = batch.run()
-            batch.report_failures(groups, all_drawn=all(len(some) == num_generations for some in numbers))
+            batch.report_failures(groups)
         except BaseException:
             self.engine.reset()
             raise
@@ -260,7 +258,7 @@ class EpisodeBatch:
         self,
         sampler: EpisodeSampler,
         prompts: Sequence[Prompt],
-        samples: Sequence[Sequence[int]],
+        num_generations: int,
         samplings: Sequence[Sampling],
         key: RNGKey,
         watch: Watch,
@@ -268,7 +266,7 @@ class EpisodeBatch:
         self._sampler, self._engine, self._host = sampler, sampler.engine, sampler.host
         self._settings, self._waiting = sampler.settings, sampler.waiting
         self._prompts, self._samplings, self._key, self._watch = list(prompts), samplings, key, watch
-        self._groups = [[RunningEpisode(p, g) for g in some] for p, some in enumerate(samples)]
+        self._groups = [[RunningEpisode(p, g) for g in range(num_generations)] for p in range(len(prompts))]
         self._episodes = [episode for group in self._groups for episode in group]
         self._running: dict[RunningEpisode, None] = {}  # in order, as a set has none
         self._by_number: dict[int, RunningEpisode] = {}
@@ -577,12 +575,12 @@ class EpisodeBatch:
         if self._watch.on_completion:
             self._watch.on_completion(episode.prompt_index, episode.sample, completion)
 
-    def report_failures(self, groups: list[Group], *, all_drawn: bool) -> None:
-        """Raise if every episode failed, unless others were drawn before; log how many did otherwise."""
+    def report_failures(self, groups: list[Group]) -> None:
+        """Raise if every episode failed; log how many did otherwise."""
         if not self._failures:
             return
         count, first = f"{len(self._failures)} of {len(self._done)} episodes failed", self._failures[0]
-        if all_drawn and len(self._failures) == len(self._done):
+        if len(self._failures) == len(self._done):
             error = EpisodeError(f"{count}, the first: {first}")
             error.failed = groups
             raise error from first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cohort.config import EvalConfig
@@ -13,7 +13,7 @@ from cohort.config import EvalConfig
 log = logging.getLogger("cohort.train")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Best:
     """The best value of ``eval.metric_for_best_model``.
 
@@ -33,34 +33,27 @@ class Best:
     """Number of evaluations since then."""
     ahead: tuple[int, float] | None = None
     """Step and value of the model in ``best/``, if it is not that of ``step``."""
-    warned: bool = False
-    """Whether a warning about a missing metric was given."""
 
-    def update(self, step: int, metrics: dict[str, Any]) -> bool:
-        """Record an evaluation; return whether its model belongs in ``best/``. Ties and missing values never win."""
+    def after(self, step: int, metrics: Mapping[str, Any]) -> tuple[Best, bool]:
+        """The record after an evaluation, and whether its model belongs in ``best/``. Ties and missing values never
+        win."""
         metric = self.settings.metric_for_best_model
         if metric is None:
-            return False
-        if metric not in metrics:
-            if not self.warned:
-                logged = ", ".join(key for key in metrics if not key.endswith(("/low", "/high")))
-                log.warning("eval.metric_for_best_model is %r, which the evaluation did not log: %s", metric, logged)
-            self.warned = True
-        if self.ahead is not None and self.ahead[0] < step:  # its evaluation has been repeated, or never will be
-            if self._wins(self.ahead[1], self.value):
-                (self.step, self.value), self.evaluations_since = self.ahead, 0
-            self.ahead = None
+            return self, False
         value = metrics.get(metric, math.nan)
-        if not self._wins(value, self.value):
-            self.evaluations_since += 1
-            return False
-        self.step, self.value, self.evaluations_since = step, value, 0
-        if self.ahead is None or self._wins(value, self.ahead[1]):
-            self.ahead = None
-            return True
-        if self.ahead == (step, value):
-            self.ahead = None
-        return False
+        if metric not in metrics and not self.evaluations_since:  # said once: it is missing in the later ones too
+            logged = ", ".join(key for key in metrics if not key.endswith(("/low", "/high")))
+            log.warning("eval.metric_for_best_model is %r, which the evaluation did not log: %s", metric, logged)
+        before = self
+        if self.ahead is not None and self.ahead[0] < step:  # its evaluation has been repeated, or never will be
+            before = replace(self, ahead=None)
+            if self._wins(self.ahead[1], self.value):
+                before = replace(before, step=self.ahead[0], value=self.ahead[1], evaluations_since=0)
+        if not self._wins(value, before.value):
+            return replace(before, evaluations_since=before.evaluations_since + 1), False
+        ahead, now = before.ahead, replace(before, step=step, value=value, evaluations_since=0)
+        wins = ahead is None or self._wins(value, ahead[1])
+        return replace(now, ahead=None if wins or ahead == (step, value) else ahead), wins
 
     def _wins(self, value: float, other: float | None) -> bool:
         """Whether a value is better than another; NaN and infinity never are."""
@@ -95,12 +88,12 @@ class Best:
         """The state as a checkpoint stores it."""
         return {name: getattr(self, name) for name in ("step", "value", "evaluations_since", "measured")}
 
-    def load_state_dict(self, state: Mapping[str, Any], record: dict[str, Any] | None) -> None:
-        """Restore the state. A value that was measured with other settings or on other prompts is not comparable and is
-        dropped.
+    def restored(self, state: Mapping[str, Any], record: Mapping[str, Any] | None) -> Best:
+        """The record of a checkpoint. A value that was measured with other settings or on other prompts is not
+        comparable and is dropped.
 
         Args:
-            state: the checkpoint's state.
+            state: ``state_dict`` of the checkpoint.
             record: ``best_record`` of the folder; None: there is no best model.
         """
         old, new, step = state["measured"], self.measured, state["step"]
@@ -108,16 +101,14 @@ class Best:
         if record is not None and record["measured"] == new:
             in_folder = record["step"], record["value"]
         if old == new and (step is None or in_folder is not None):
-            self.step, self.value, self.evaluations_since = step, state["value"], state["evaluations_since"]
-            if in_folder is not None and step is not None and in_folder[0] < step:  # a full disk, then a kill
+            found = replace(self, step=step, value=state["value"], evaluations_since=state["evaluations_since"])
+            if in_folder is None or in_folder == (step, found.value):
+                return found
+            if step is not None and in_folder[0] < step:  # a full disk, then a kill
                 log.warning("best/ holds the model after step %s: that after step %s was lost", in_folder[0], step)
-                self.step, self.value = in_folder
-            elif in_folder is not None and in_folder != (step, self.value):
-                self.ahead = in_folder
-                log.warning(
-                    "best/ holds the model after step %s, which the checkpoint does not know; kept", in_folder[0]
-                )
-            return
+                return replace(found, step=in_folder[0], value=in_folder[1])
+            log.warning("best/ holds the model after step %s, which the checkpoint does not know; kept", in_folder[0])
+            return replace(found, ahead=in_folder)
         if old == new:
             log.warning("best/ no longer holds the model after step %s, which was the best: starting anew", step)
         elif step is not None:
@@ -125,5 +116,4 @@ class Best:
             log.warning(
                 "the best evaluation, after step %s, was measured differently (%s): starting anew", step, changed
             )
-        if in_folder is not None:
-            self.step, self.value = in_folder
+        return self if in_folder is None else replace(self, step=in_folder[0], value=in_folder[1])

@@ -242,7 +242,7 @@ class Objective(Checked):
         return f"{self.name}@{self.version}"
 
     @property
-    def needs_old_logps(self) -> bool:
+    def advantages_need_logps(self) -> bool:
         """Whether even a single update per rollout needs old log-probs: a KL outside of the loss is made of them."""
         return self.beta != 0 and self.kl.place != "loss"
 

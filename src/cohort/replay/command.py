@@ -18,7 +18,7 @@ from rich.text import Text
 
 from cohort.config import GRPOConfig, hidden_settings, load_config, parse_settings
 from cohort.config.of_run import only_settings
-from cohort.errors import CohortError, ConfigError, NonFiniteError, RunFolderError
+from cohort.errors import CohortError, NonFiniteError, RunFolderError
 from cohort.flags import ReplayFlags
 from cohort.objective import Objective, soft_overlong_punishment, try_user_functions
 from cohort.policy import load_tokenizer
@@ -80,8 +80,6 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         console.print(Text(f"changed: {'; '.join(changes)}"))
     for note in result["notes"]:
         console.print(Text(f"note: {note}"))
-    if result["training"]:
-        _show_training(result["training"], console)
     console.print(_gradients(result))
     if len(result["causes"]) > 1 or not result["identical"]:
         console.print(_causes(result["causes"]))
@@ -152,25 +150,6 @@ def _completions(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _show_training(found: Mapping[str, Any], console: Console) -> None:
-    moved = {name: found[name]["update_kl"] for name in ("run", "replay")}
-    again = {
-        True: ", which is the run's own next checkpoint bit for bit",
-        False: ", not equal bit for bit to the run's",
-    }
-    console.print(
-        Text(
-            f"trained: the run's objective moved the policy by {_nats(moved['run'])}"
-            f"{again.get(found['run']['reproduced'], '')}; the other one by {_nats(moved['replay'])}; "
-            f"the two results are {_nats(found['between'])} apart. Model: {found['output']}"
-        )
-    )
-
-
-def _nats(value: float | None) -> str:
-    return "an unknown distance" if value is None else f"{value:.3g} nats per token"
-
-
 def _shown(text: str) -> str:
     return one_line(text, "\\n")
 
@@ -191,7 +170,7 @@ class Request(ReplayFlags):
 def run(request: Request) -> int:
     """Replay a step, write the result and print it."""
     folder = Path(request.run).expanduser()
-    place = Path(str(request.output)).expanduser() if request.train else folder / "replays"
+    place = folder / "replays"
     if folder.is_dir():  # before the work; else ``replay`` says what is wrong
         check_files(folder)
         _check_writable(place)
@@ -199,7 +178,7 @@ def run(request: Request) -> int:
     text = as_json(result, indent=1)
     if request.json:
         print(text, end="", flush=True)
-    target = place / ("replay.json" if request.train else f"step-{result['step']}-{result['name']}.json")
+    target = place / f"step-{result['step']}-{result['name']}.json"
     place.mkdir(exist_ok=True)
     write_atomically(target, text)
     if request.json:
@@ -229,14 +208,7 @@ def replay(folder: Path, request: Request) -> dict[str, Any]:
     """
     config = _settings_of(folder, request)
     step = request.step if request.step is not None else _last_step(folder)
-    if request.train:
-        weights.check_output(Path(str(request.output)).expanduser(), folder)
     stored = read_step(folder, step, config)
-    if request.train and stored.groups_missing:
-        raise RunFolderError(
-            f"{stored.path.name} holds {len(stored.groups)} of the step's {len(stored.groups) + stored.groups_missing} "
-            "groups, and the updates need all of them: store the next run's with report.store_groups = 0"
-        )
     own = of_step(config.resolved_objective, stored)
     other = _asked_for(request, own, config)
     return _Replay(folder, config, stored, own, other, settings_of(stored, own), request).result()
@@ -248,10 +220,6 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
         raise RunFolderError(f"{folder} is not a run folder: it has no config.toml")
     if not (folder / "rollouts").exists() and (settings := only_settings(folder)):
         raise RunFolderError(settings)
-    if request.train != bool(request.output):
-        raise ConfigError("--train and --output FOLDER belong together: the folder gets the model that is trained")
-    if request.train and request.no_model:
-        raise ConfigError("--train needs the model, and --no-model leaves it out: give one of them")
     config = load_config(folder / "config.toml", of_run=True)
     # Of the settings of the run, only these are used: rewards, tools and data are not.
     check_code(folder, config, request.trust, read={"model.path", *(f"objective.{name}" for name in setting_names())})
@@ -337,9 +305,6 @@ class _Replay:
                 f"{gap:.2g}. The device is another, or the objective in config.toml was changed after the step"
             )
         found = self._compared(pair, before, gap, notes)
-        if self.request.train:
-            before = None  # its memory is needed for a copy
-            found["training"] = self._trained(stored)
         found["sentence"] = sentence(found)
         return found
 
@@ -383,7 +348,6 @@ class _Replay:
             "completions": compare.completions(pair),
             "groups": compare.groups(pair),
             "strongest": compare.strongest(pair, decode),
-            "training": None,
         }
 
     def _notes_of_store(self) -> list[str]:
@@ -427,8 +391,6 @@ class _Replay:
                 raise weights.NoWeightsError("the prompts' token ids are not stored")
             return self._load()
         except CohortError as error:  # also a damaged checkpoint, or a base model that is gone
-            if self.request.train:
-                raise
             notes.append(f"the gradient is compared in the space of the logits: {error}")
         return None
 
@@ -464,17 +426,6 @@ class _Replay:
         except (NonFiniteError, RunFolderError) as error:
             notes.append(f"the gradient is compared in the space of the logits: {error}")
         return None
-
-    def _trained(self, stored: Stored) -> dict[str, Any]:
-        return weights.train(
-            self._load,
-            stored,
-            self.other,
-            self.settings,
-            self.config.objective.num_iterations,
-            Path(str(self.request.output)).expanduser(),
-            self.folder / "checkpoints" / f"step-{stored.step}",
-        )
 
     def _decoder(self, before: Before | None) -> Callable[[list[int]], str] | None:
         """The text of token ids; None without a tokenizer."""

@@ -146,9 +146,9 @@ def laid_out(stored: Stored, objective: Objective, settings: Settings) -> Laid:
     needs_ref = objective.beta != 0 and objective.kl.estimator == "sampled"
     if needs_ref and bool(ref_N.isnan().any()):
         raise RunFolderError(_no_reference(stored, objective, int(ref_N.isnan().sum()), len(ref_N)))
-    if objective.needs_old_logps and not settings.has_old_logps:
+    if objective.advantages_need_logps and not settings.has_old_logps:
         old_N = of_batch(known.logps_N)  # a single update: the old policy is the current one
-    has_old = settings.has_old_logps or objective.needs_old_logps
+    has_old = settings.has_old_logps or objective.advantages_need_logps
     batch = replace(batch, old_logps_N=old_N if has_old else None, ref_logps_N=ref_N if needs_ref else None)
     batch = assign_advantages(batch, rollout.used_scores, objective, settings.max_completion_length)
     return Laid(batch, list(_minibatches(stored, batch, used_S, settings)), tokens_N)

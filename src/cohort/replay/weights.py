@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,13 @@ from torch import Tensor
 
 from cohort.config import GRPOConfig
 from cohort.errors import NonFiniteError, RunFolderError
-from cohort.objective import Objective, k3
+from cohort.objective import Objective
 from cohort.policy import Policy, load_policy, load_tokenizer, read_config
 from cohort.replay.compare import Laid, Products, Settings, laid_out
 from cohort.replay.stored import Known, Stored
 from cohort.rollout import Sampling
 from cohort.runs.changes import take_threads
-from cohort.runs.checkpoints import UPDATES, Models, check_checkpoint, load_checkpoint, saved_identity
-from cohort.runs.models import check_saved, save_model
+from cohort.runs.checkpoints import Models, check_checkpoint, load_checkpoint, saved_identity
 from cohort.runs.reading import damage_named, steps_of
 from cohort.runs.starts import last_start
 from cohort.train import (
@@ -101,8 +100,8 @@ def load_before(run: Path, config: GRPOConfig, step: int, objective: Objective, 
         with damage_named(folder):
             saved = load_checkpoint(folder, models)
             optimizer.load_state_dict(saved.optimizer)
-            adaptive.load_state_dict(saved.adaptive)
-            budget = budget or saved.microbatch_tokens
+            adaptive = Adaptive(**saved.loop["adaptive"])
+            budget = budget or max(0, int(saved.loop.get("microbatch_tokens", 0)))
     longest = config.rollout.max_completion_length
     found = TokenBudget(budget) if budget else find_budget(policy, None, longest, longest)
     sampling = Sampling.of(config.rollout)
@@ -123,8 +122,6 @@ def _checkpoint(run: Path, step: int) -> Path | None:
             "(run.save_steps and run.save_total_limit keep more)"
         )
     check_checkpoint(folder)
-    if (folder / "state" / f"{UPDATES}.json").exists():
-        raise NoWeightsError(f"checkpoints/{folder.name} is of an instant between two updates of step {step}")
     return folder
 
 
@@ -226,7 +223,7 @@ def parameter_gradients(
             found.append(context.within_memory(term_gradients, laid.batch, part, coefficient))
         updates.append(_products(*found))
         if number + 1 < len(pairs):
-            make_update(before, before.context, run, own, rates[number])
+            before = make_update(before, run, own, rates[number])
     names = dict.fromkeys(name for one in updates for name in one if name != WHOLE)
     return {
         **Products.mean([one[WHOLE] for one in updates]).as_json(),
@@ -259,99 +256,16 @@ def learning_rates(stored: Stored) -> list[float]:
     return known
 
 
-def make_update(before: Before, context: StepContext, laid: Laid, minibatch: Part, rate: float) -> float:
-    """One update as the loop makes it; returns the gradient's norm.
+def make_update(before: Before, laid: Laid, minibatch: Part, rate: float) -> Before:
+    """One update as the loop makes it. Returns what the next one begins with.
 
     Raises:
         NonFiniteError: a value is not finite.
     """
+    context, objective = before.context, before.context.objective
     for group in (group for rule in context.optimizer.rules for group in rule.param_groups):
         group["lr"] = rate
-    objective = context.objective
     outcome = context.within_memory(update, laid.batch, minibatch, before.entropy_coefficient(objective))
     if isinstance(outcome, NonFinite):
         raise NonFiniteError(outcome.message)
-    before.adaptive.after_update(objective, outcome)
-    return outcome.grad_norm
-
-
-# ----------------------------------------
-# ``cohort replay --train``: the updates of a step again, under the run's objective and under another, on copies of
-# the weights and of the optimizer's state from before the step. The run is not touched.
-
-
-def check_output(output: Path, run: Path) -> None:
-    """Check that a model can be written to a folder.
-
-    Raises:
-        RunFolderError: the folder is not empty, or in the run folder.
-    """
-    if output.resolve().is_relative_to(run.resolve()):
-        raise RunFolderError(f"--output {output} is in the run folder, which a replay never changes: choose another")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunFolderError(f"--output {output} is not empty: choose another folder")
-
-
-def train(
-    load: Callable[[], Before],
-    stored: Stored,
-    objective: Objective,
-    settings: Settings,
-    iterations: int,
-    output: Path,
-    after: Path,
-) -> dict[str, Any]:
-    """Repeat the updates of a step under both objectives, and write the model that the other one gives.
-
-    Args:
-        load: loads the models as before the step.
-        stored: the step, with all log-probs that the objectives need.
-        objective: the other objective.
-        settings: those of the run.
-        iterations: passes over the rollout.
-        output: the folder of the model.
-        after: the run's checkpoint after the step, which need not exist.
-
-    Returns:
-        In types of JSON, how far each moved the policy and how far apart they end: means over the stored tokens of k3,
-        in nats.
-
-    Raises:
-        NonFiniteError: a value is not finite.
-    """
-    before_N, rates = None, learning_rates(stored)
-    ends: dict[str, Known] = {}
-    found: dict[str, Any] = {}
-    for name in ("run", "replay"):
-        before = load()
-        context = before.context if name == "run" else before.under(objective)
-        before_N = measured(before, stored, settings).logps_N if before_N is None else before_N
-        laid = laid_out(stored, context.objective, settings)
-        parts = zip(laid.minibatches * iterations, rates, strict=False)  # a group filter may leave fewer minibatches
-        norms = [make_update(before, context, laid, part, rate) for part, rate in parts]
-        ends[name] = measured(before, stored, settings)
-        found[name] = {"grad_norms": norms, "update_kl": _distance(before_N, ends[name].logps_N)}
-        if name == "run":
-            found[name]["reproduced"] = _reproduced(context.policy, after)
-        else:
-            save_model(context.policy, before.tokenizer, output)
-        del before, context
-    found["between"] = _distance(ends["run"].logps_N, ends["replay"].logps_N)
-    return found | {"output": str(output)}
-
-
-def _distance(first_N: Tensor, second_N: Tensor) -> float | None:
-    """Mean k3 of two policies over the tokens that are known of both."""
-    known_N = ~(first_N.isnan() | second_N.isnan())
-    return float(k3(first_N[known_N], second_N[known_N]).mean()) if bool(known_N.any()) else None
-
-
-def _reproduced(policy: Policy, folder: Path) -> bool | None:
-    """Whether the weights are those of the run's checkpoint, bit for bit; None: there is no such checkpoint."""
-    if not folder.is_dir():
-        return None
-    try:
-        check_saved(policy, folder)
-    except RunFolderError:
-        return False
-    return True
+    return replace(before, adaptive=before.adaptive.after_update(objective, outcome))

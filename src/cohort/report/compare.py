@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cohort.errors import RunFolderError
 from cohort.report.history import RunHistory, flat
-from cohort.runs.checkpoints import LOOP, ROLLOUT, UPDATES, saved_identity
+from cohort.runs.checkpoints import LOOP, saved_identity
 from cohort.runs.models import read_tensors
 from cohort.runs.reading import damage_named, read_object
 
@@ -61,15 +61,15 @@ def read_whole(path: str | Path) -> RunHistory:
 
 
 def differences(a: RunHistory, b: RunHistory) -> Iterator[Difference]:
-    """The differences of what both runs have, in the order in which it was computed. Checkpoints of an instant within a
-    step are left out.
+    """The differences of what both runs have, in the order in which it was computed. Checkpoints of a stop
+    in an evaluation are left out.
 
     Raises:
         RunFolderError: a file cannot be read.
     """
     rollouts, evaluations = _common(a.rollout_steps, b.rollout_steps), _common(a.evaluation_files, b.evaluation_files)
     checkpoints = _common(a.checkpoints, b.checkpoints)
-    checkpoints = {step: pair for step, pair in checkpoints.items() if not any(map(_within_a_step, pair))}
+    checkpoints = {step: pair for step, pair in checkpoints.items() if not any(map(_before_its_evaluation, pair))}
     metrics = _common(_by_step(a), _by_step(b))
     steps = {*metrics, *rollouts, *(step for step, _ in evaluations), *checkpoints}
     for step in sorted(steps):
@@ -238,21 +238,15 @@ def _first_place(a: Any, b: Any) -> str:
     return f": {_short(a)} and {_short(b)}"
 
 
-def _within_a_step(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds a part of the next step, as a signal writes it: no other run has the same instant."""
-    if not (checkpoint / LOOP).exists():
-        return False
-    state = checkpoint / "state"
-    if _table(checkpoint / LOOP).get("metrics") is not None or (state / f"{UPDATES}.json").exists():
-        return True
-    facts = [dict(flat(_table(path))) for path in state.glob(f"{ROLLOUT}*.json")]
-    return any("facts.samples" in one or not one.get("facts.in_background", True) for one in facts)
+def _before_its_evaluation(checkpoint: Path) -> bool:
+    """Whether a checkpoint is of a run that was stopped in the evaluation after its step."""
+    return (checkpoint / LOOP).exists() and _table(checkpoint / LOOP).get("metrics") is not None
 
 
 def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Difference]:
     """The files of a saved model, and of the state beside it, in which two folders differ."""
     yield from _tensors(step, f"{what}: weights", [sorted(folder.glob("*.safetensors")) for folder in folders])
-    for name in ("optimizer", "reference", "sampler"):
+    for name in ("optimizer", "reference"):
         files = [folder / "state" / f"{name}.safetensors" for folder in folders]
         if all(file.exists() for file in files):
             yield from _tensors(step, f"{what}: {name}", [[file] for file in files])
@@ -263,20 +257,6 @@ def _models(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Differ
         for loop in pair:
             loop.pop("identity", None)  # facts, which ``changed_facts`` compares
         yield from (Difference(step, f"{what}: {key}", text) for key, text in _changed(*map(dict, map(flat, pair))))
-    yield from _pending(step, what, folders)
-
-
-def _pending(step: int, what: str, folders: tuple[Path, Path]) -> Iterator[Difference]:
-    """The rollouts that no step has trained on yet, without their times."""
-    names = [sorted(path.name for path in (folder / "state").glob(f"{ROLLOUT}*.json")) for folder in folders]
-    if names[0] != names[1]:
-        yield Difference(step, f"{what}: pending rollouts", f"{len(names[0])} and {len(names[1])}")
-        return
-    for name in names[0]:
-        trees = [_table(folder / "state" / name) for folder in folders]
-        files = [folder / "state" / name.replace(".json", ".safetensors") for folder in folders]
-        yield from (Difference(step, f"{what}: {name}: {key}", text) for key, text in _changed(*trees))
-        yield from _tensors(step, f"{what}: {name}", [[file] for file in files])
 
 
 def _tensors(step: int, quantity: str, files: Sequence[Iterable[Path]]) -> Iterator[Difference]:

@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,9 +38,6 @@ MAX_FAILED_ROLLOUTS = 3
 """With single-prompt rollouts, stop after this many consecutive rollouts in which every call of a function failed."""
 Position = tuple[int, int]
 """A completion of the rollout: the index of its prompt, and its index within the group."""
-EndedCall = tuple[str, tuple[Position, ...], list[Any], list[Any], list[Any]]
-"""A call that has ended, as files hold it: name of the function, completions that it saw, their values, and what it
-logged with ``log_extra`` and ``log_metric``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,21 +451,6 @@ class Scoring:
         self._own = frozenset(prompt_shares(self._prompts, self._world.size)[self._world.rank])
         self._completions: dict[Position, Completion] = {}
         self._tasks: dict[tuple[str, tuple[Position, ...]], Task] = {}
-        self._kept: dict[tuple[str, tuple[Position, ...]], EndedCall] = {}
-
-    def keep(self, calls: Sequence[EndedCall]) -> None:
-        """Take the ``ended_calls`` of a scoring of the same prompts that was cancelled: they are not made again."""
-        self._kept = {(call[0], call[1]): call for call in calls}
-
-    def ended_calls(self) -> list[EndedCall]:
-        """The calls that have ended without a failure, of all ranks, each of which is to call."""
-        own = [(key, task) for key, task in self._tasks.items() if self._is_own(task)]
-        for _, task in own:
-            if not task.done and task.future and task.future.done() and not task.future.cancelled():
-                with suppress(Exception):  # a failure: it is called again
-                    self._accept(task, task.future.result())
-        ended = [(*key, task.values, task.call.extras, task.call.metrics) for key, task in own if task.done]
-        return [call for each in self._world.gather(ended) for call in each]
 
     def on_prompt(self, prompt_index: int, prompt: Prompt) -> None:
         """Replace a prompt, to which an environment has added something. For ``rollout.Watch.on_prompt``."""
@@ -548,10 +530,6 @@ class Scoring:
         ]
         task = self._tasks[function.name, usable] = Task(function, usable, groups)
         if not self._is_own(task):
-            return
-        if (kept := self._kept.get((function.name, usable))) is not None:
-            *_, task.values, extras, metrics = kept
-            task.call = Call(extras=extras, metrics=metrics)
             return
         task.cache_key = function.cache_key(groups[0].prompt, groups[0].completions[0])
         if (cached := self._runner.cache.get(task.cache_key)) is not None:

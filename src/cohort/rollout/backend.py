@@ -40,11 +40,6 @@ class Backend:
     """Shown at the start of a run."""
 
     @property
-    def exact_rows(self) -> bool:
-        """Whether the bits of a row do not depend on what is decoded beside it."""
-        return False
-
-    @property
     def token_bytes(self) -> int:
         """Memory of the keys and values of one token; 0 if none are kept."""
         return 0

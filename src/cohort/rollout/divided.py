@@ -47,7 +47,6 @@ class DividedSampler(Sampler):
         sampling: Sampling | Sequence[Sampling],
         key: RNGKey,
         watch: Watch | None = None,
-        samples: Sequence[Sequence[int]] | None = None,
     ) -> list[Group]:
         """As ``Sampler.generate``. Raises as ``parallel.agreed`` when a rank fails."""
         samplings = samplings_of(prompts, num_generations, sampling)
@@ -60,9 +59,8 @@ class DividedSampler(Sampler):
             if own:
                 mine, theirs = [prompts[index] for index in own], [samplings[index] for index in own]
                 mapped = watch and _renumbered(watch, own)
-                some = samples and [samples[index] for index in own]
                 try:
-                    sampled.extend(self.sampler.generate(mine, num_generations, theirs, key, mapped, some))
+                    sampled.extend(self.sampler.generate(mine, num_generations, theirs, key, mapped))
                 except EpisodeError as error:
                     if error.failed is None:
                         raise

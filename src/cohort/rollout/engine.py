@@ -174,10 +174,8 @@ class Sampler(Protocol):
         sampling: Sampling | Sequence[Sampling],
         key: RNGKey,
         watch: Watch | None = None,
-        samples: Sequence[Sequence[int]] | None = None,
     ) -> list[Group]:
-        """``num_generations`` completions for each prompt, in the order of the prompts; with ``samples``, only these of
-        each."""
+        """``num_generations`` completions for each prompt, in the order of the prompts."""
 
     def metrics(self) -> dict[str, float]:
         """Numbers of what was sampled since the last call, by metric name."""
@@ -281,7 +279,6 @@ class Engine(Sampler, Protocol):
         sampling: Sampling | Sequence[Sampling],
         key: RNGKey,
         watch: Watch | None = None,
-        samples: Sequence[Sequence[int]] | None = None,
     ) -> list[Group]:
         """``num_generations`` completions of one turn for each prompt, in the order of the prompts.
 
@@ -291,7 +288,6 @@ class Engine(Sampler, Protocol):
             sampling: one for all prompts, or one per prompt.
             key: of the random numbers.
             watch: callbacks.
-            samples: which completions of each prompt to draw, by their numbers; None: all.
 
         Raises:
             DataError, ConfigError: see ``submit``; or the engine has unfinished trajectories.
@@ -303,14 +299,13 @@ class Engine(Sampler, Protocol):
                 "reentrant; do not call it from a Watch callback, or use a second engine"
             )
         on_completion = watch.on_completion if watch else None
-        samples = samples if samples is not None else [range(num_generations)] * len(prompts)
         completions: list[dict[int, Completion]] = [{} for _ in prompts]
         try:
             self.submit(
                 [
                     Request(prompt, sample, one, key, prompt_index=index)
                     for index, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
-                    for sample in samples[index]
+                    for sample in range(num_generations)
                 ]
             )
             with closing(self.stream(watch)) as turns:

@@ -90,13 +90,6 @@ class LeanBackend(Backend):
         return self._kernels is not None
 
     @property
-    def exact_rows(self) -> bool:
-        """See ``Backend``. docs/rollout.md (Reproducibility) has the reasons."""
-        # Recurrences read prompts in chunks, whose length depends on the prompts that are read together.
-        alike = self.anatomy.head_dim >= 16 and not self.anatomy.has_experts and not self.anatomy.mixers
-        return kind_of(self.policy.device) == "cpu" and alike and torch.get_num_threads() <= 2
-
-    @property
     def token_bytes(self) -> int:
         """See ``Backend``."""
         a = self.anatomy

@@ -107,6 +107,9 @@ REFUSED = {*HASHED, "rewards", "tools", "precision", "versions"}
 """Facts that change results."""
 ROUNDING = {"threads", "ranks", "machine"}
 """Facts that change results by rounding: the owner of a run does not always decide them."""
+UNSTEADY = ROUNDING | {"run.max_steps", "run.num_epochs", "model.native_kernels", "model.torch_compile"}
+UNSTEADY |= {"optim.microbatch_tokens", "parallel.layout"}
+"""What may change on resume though later weights change with it, if only by rounding."""
 
 
 @dataclass(frozen=True, slots=True)

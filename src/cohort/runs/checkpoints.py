@@ -4,22 +4,18 @@ step-N/                        weights, config and tokenizer, as ``transformers`
     state/                     what the loop needs to continue
         optimizer.safetensors  the optimizer's tensors, by the names of parameter and state: "lm_head.weight/exp_avg"
         reference.safetensors  the reference's weights, if it has weights of its own
-        sampler.safetensors    weights for the rest of a rollout, if they are not the policy's (``rollout.lag``)
-        rollout-T.safetensors  with rollout-T.json, a rollout whose updates are not complete: of the step in progress,
-                               as far as it is sampled and scored, or of a later step (``rollout.lag``)
-        updates.safetensors    the updates of a step in progress, with updates.json
         loop.json              everything else: numbers and text
     manifest.json              sizes and hashes of the files, written last
 
-A checkpoint may be of any instant: ``step-N`` is written after N complete steps, and may hold a part of step N + 1.
-Every tensor is whole, whatever layout and number of ranks wrote it; any other reads it. Nothing is pickled.
+A checkpoint is of the moment between two steps; the rollouts of later steps are in the journal (``journal``). Every
+tensor is whole, whatever layout and number of ranks wrote it; any other reads it. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,15 +43,6 @@ from cohort.runs.models import (
     write_tensors,
 )
 from cohort.runs.reading import damage_named, read_object
-from cohort.runs.rollouts import (
-    Encoded,
-    StoredRollout,
-    encode_rollout,
-    encode_values,
-    load_rollout,
-    load_values,
-    write_encoded,
-)
 from cohort.runs.writer import Write, Writer
 
 # ----------------------------------------
@@ -77,15 +64,17 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """The inverse of ``random_state``.
+def set_random_state(state: Mapping[str, Any], *, torch_too: bool = True) -> None:
+    """The inverse of ``random_state``; without ``torch_too``, of Python's and NumPy's generators alone.
 
     Raises:
         ValueError, TypeError, LookupError: it is not a state of these generators.
     """
     try:
-        torch.set_rng_state(_from_hex(state["torch"]))
-        if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        if torch_too:
+            torch.set_rng_state(_from_hex(state["torch"]))
+        count = torch.cuda.device_count() if torch_too and torch.cuda.is_available() else 0
+        if count and len(state["cuda"]) == count:
             torch.cuda.set_rng_state_all([_from_hex(one) for one in state["cuda"]])
     except RuntimeError as error:
         raise ValueError(error) from None
@@ -120,12 +109,9 @@ def preserved() -> Iterator[None]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed the generators inside the block, and restore their state afterwards."""
-    before = random_state()
-    set_seed(seed)
-    try:
+    with preserved():
+        set_seed(seed)
         yield
-    finally:
-        set_random_state(before)
 
 
 def _hex(state: Tensor) -> str:
@@ -137,11 +123,13 @@ def _from_hex(text: str) -> Tensor:
 
 
 LOOP, OPTIMIZER, REFERENCE = "state/loop.json", "state/optimizer.safetensors", "state/reference.safetensors"
-SAMPLER = "state/sampler.safetensors"
 WEIGHTS = ""
 """Stands for the files of the policy's weights, which ``save_model`` writes."""
-ROLLOUT = "rollout-"
-UPDATES = "updates"
+NEEDED = (
+    *("step", "version", "cursor", "adaptive", "best", "nonfinite_in_a_row", "metrics", "is_evaluation_asked"),
+    *("identity", "random", "microbatch_tokens", "observers", "optimizer"),
+)
+"""What ``loop.json`` holds at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +139,6 @@ class Models:
     policy: Policy
     reference: Policy | None
     tokenizer: Any
-    sampler: Mapping[str, Tensor] | None = None
-    """Weights by name for the rest of a cancelled rollout, if they are not the policy's."""
 
     @property
     def reference_weights(self) -> dict[str, Tensor]:
@@ -167,36 +153,15 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """The state of everything but the models, as ``state_dict`` of each part gives it. All but the optimizer's tensors
-    is in types of JSON."""
+    """Everything of a run but the models."""
 
     step: int
     """Complete steps."""
     optimizer: Mapping[str, Any]
     """``tensors``, by the names of parameter and state, and ``numbers``."""
-    cursor: Mapping[str, Any]
-    adaptive: Mapping[str, Any]
-    best: Mapping[str, Any]
-    identity: Mapping[str, str]
-    """Facts that are not settings and that a resumed run compares: see ``changes``."""
-    random: Sequence[Mapping[str, Any]]
-    """The state of the random generators of each rank."""
-    rollouts: Mapping[int, StoredRollout] = field(default_factory=dict)
-    """Rollouts whose updates are not complete, by step from 0."""
-    updates: Mapping[str, Any] | None = None
-    """The updates of the step in progress; None between two steps."""
-    metrics: Mapping[str, Any] | None = None
-    """Metrics of the last complete step, if its evaluation is pending, so that they are not written yet."""
-    microbatch_tokens: int = 0
-    """Tokens of a pass, which decide the order of sums; 0: unknown."""
-    nonfinite_in_a_row: int = 0
-    """The last updates that were skipped because they were not finite."""
-    companion: Mapping[str, Any] = field(default_factory=dict)
-    """State of the companion object of ``GRPOTrainer.steps``."""
-    version: int = 0
-    """``Policy.version`` of a loaded checkpoint. The policy's own is stored."""
-    has_sampler: bool = False
-    """Whether weights were loaded into ``Models.sampler``."""
+    loop: Mapping[str, Any]
+    """The rest, in types of JSON. ``version`` is the policy's; ``random``, the state of the random generators of each
+    rank; ``identity``, the facts that are not settings and that a resumed run compares (``changes``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +175,6 @@ class Content:
     step: int
     is_copy: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
-    values: Mapping[str, Encoded] = field(default_factory=dict)
 
 
 def content_of(models: Models, state: SavedState) -> Content:
@@ -222,26 +186,8 @@ def content_of(models: Models, state: SavedState) -> Content:
     tensors = {WEIGHTS: named_weights(models.policy.model), OPTIMIZER: state.optimizer["tensors"]}
     if own := models.reference_weights:
         tensors[REFERENCE] = own
-    if models.sampler is not None:
-        tensors[SAMPLER] = models.sampler
-    loop = {
-        "step": state.step,
-        "version": models.policy.version,
-        "cursor": state.cursor,
-        "adaptive": state.adaptive,
-        "best": state.best,
-        "identity": state.identity,
-        "optimizer": state.optimizer["numbers"],
-        "random": state.random,
-        "metrics": state.metrics,
-        "microbatch_tokens": state.microbatch_tokens,
-        "nonfinite_in_a_row": state.nonfinite_in_a_row,
-        "companion": state.companion,
-    }
-    values = {f"{ROLLOUT}{step}": encode_rollout(rollout) for step, rollout in state.rollouts.items()}
-    if state.updates is not None:
-        values[UPDATES] = encode_values(state.updates)
-    return Content(models, tensors, state.step, files={LOOP: as_json_text(loop)}, values=values)
+    loop = {**state.loop, "step": state.step, "optimizer": state.optimizer["numbers"]}
+    return Content(models, tensors, state.step, files={LOOP: as_json_text(loop)})
 
 
 def model_of(models: Models, files: Mapping[str, bytes], *, step: int) -> Content:
@@ -314,8 +260,6 @@ def write_content(folder: Path, content: Content, *, write: bool = True) -> None
         raise failed[0]
     if not write:
         return
-    for name, values in content.values.items():
-        write_encoded(folder / "state" / name, values)
     for name, text in content.files.items():
         records[name] = write_file(folder / name, [text])
     write_manifest(folder, records)
@@ -388,12 +332,9 @@ def load_checkpoint(folder: Path, models: Models, *, rank: int = 0) -> SavedStat
                 f"{folder} has no reference policy: the run had none so far (objective.beta). To go on with one, start "
                 "a new run with this checkpoint as model.path"
             )
-    has_sampler = models.sampler is not None and (folder / SAMPLER).exists()
-    if models.sampler is not None and has_sampler:
-        _fill(models.sampler, read_tensors(folder / SAMPLER), folder / "state")
-    policy.version = saved.version
-    set_random_state(saved.random[rank % len(saved.random)])
-    return replace(saved, has_sampler=has_sampler)
+    policy.version, random = saved.loop["version"], saved.loop["random"]
+    set_random_state(random[rank % len(random)])
+    return saved
 
 
 def _saved_state(folder: Path) -> SavedState:
@@ -402,29 +343,17 @@ def _saved_state(folder: Path) -> SavedState:
     Raises:
         RunFolderError: it cannot be read.
     """
+    if (folder / "state" / "updates.json").exists():
+        raise RunFolderError(
+            f"{folder} is of the middle of a step, and an earlier version of Cohort wrote it: finish the step with "
+            "that version, or remove the checkpoint to go on from the one before"
+        )
     with damage_named(folder):
         loop = read_object(folder / LOOP)
-        return SavedState(
-            step=loop["step"],
-            optimizer={"tensors": read_tensors(folder / OPTIMIZER), "numbers": loop["optimizer"]},
-            cursor=loop["cursor"],
-            adaptive=loop["adaptive"],
-            best=loop["best"],
-            identity=loop["identity"],
-            random=loop["random"],
-            rollouts=_loaded_rollouts(folder / "state"),
-            updates=load_values(path) if (path := folder / "state" / UPDATES).with_suffix(".json").exists() else None,
-            metrics=loop.get("metrics"),
-            microbatch_tokens=max(0, int(loop.get("microbatch_tokens", 0))),
-            nonfinite_in_a_row=max(0, int(loop.get("nonfinite_in_a_row", 0))),
-            companion=dict(loop.get("companion", {})),
-            version=loop["version"],
-        )
-
-
-def _loaded_rollouts(folder: Path) -> dict[int, StoredRollout]:
-    paths = (path.with_suffix("") for path in folder.glob(f"{ROLLOUT}*.json"))
-    return {int(path.name.removeprefix(ROLLOUT)): load_rollout(path) for path in paths}
+        if missing := [name for name in NEEDED if name not in loop]:
+            raise KeyError(f"{LOOP} lacks {', '.join(missing)}")
+        tensors = read_tensors(folder / OPTIMIZER)
+        return SavedState(loop["step"], {"tensors": tensors, "numbers": loop["optimizer"]}, loop)
 
 
 def _fill(trained: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Path) -> None:

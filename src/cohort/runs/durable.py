@@ -59,14 +59,18 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file atomically: it is the old one or the complete new one. Writers of a folder wait for each other, and
     the next one of the file removes what a killed one has left."""
     part = path.with_name(path.name + ".part")
+    path.parent.mkdir(exist_ok=True)
     with alone_in(path.parent):
         part.unlink(missing_ok=True)
         try:
-            write_file(part, [text.encode()])
+            with part.open("xb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ objective.txt            the objective's formula with its numbers, and its coeff
 metrics.jsonl            one line per step
 first_prompt.txt         the first prompt as the model reads it, special tokens shown
 rollouts/step-N.parquet  every completion of step N, with what the updates saw of each token (docs/store.md)
+journal/step-N.safetensors  the rollout of step N, until checkpoints hold the step (see ``journal``)
 evaluations/step-N.parquet  completions of the evaluation after step N (0: before the first); -NAME for a named set
 best/                    the best model by eval.metric_for_best_model, as in checkpoints/, and best.json, which says why
 merged/                  the model with its adapters merged, with model.lora.save_merged
@@ -36,7 +37,7 @@ from cohort.lock import LOCK, Lock
 from cohort.objective import explain
 from cohort.parallel import World, on_main
 from cohort.runs import durable
-from cohort.runs.changes import Change, check_keys, refuse, setting_changes
+from cohort.runs.changes import UNSTEADY, Change, check_keys, fact_changes, refuse, setting_changes
 from cohort.runs.checkpoints import (
     Content,
     Models,
@@ -49,8 +50,9 @@ from cohort.runs.checkpoints import (
     save_now,
 )
 from cohort.runs.durable import append_line, as_json, write_atomically
+from cohort.runs.journal import StoredRollout, encode_rollout, load_rollout
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
-from cohort.runs.starts import STARTS, WRITTEN, Start, clear, last_start
+from cohort.runs.starts import STARTS, WRITTEN, Start, clear, last_facts, last_start
 from cohort.runs.tables import write_table
 from cohort.runs.trust import check_files, remember
 from cohort.runs.writer import Write, Writer
@@ -113,18 +115,24 @@ class RunFolder:
         """Whether the folder holds a run, and not settings alone."""
         return (self.path / "config.toml").is_file() and was_started(self.path)
 
-    def start(self, config: GRPOConfig, first_prompt: str, *, anew: bool = False) -> None:
+    def start(
+        self, config: GRPOConfig, first_prompt: str, *, anew: bool = False, facts: Mapping[str, str] | None = None
+    ) -> None:
         """Create the folder of a new run, and lock it.
 
         Args:
             config: the settings.
             first_prompt: the first prompt as the model reads it.
             anew: replace a run that ended before its first checkpoint.
+            facts: of the run. If they are those of the one that is replaced, its journal stays.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.take()
-            clear(self.path) if anew else self.check_free()
+            if anew:
+                clear(self.path, keep_journal=self._is_begun_as(config, facts or {}))
+            else:
+                self.check_free()
             write_atomically(self.path / "config.toml", to_toml(config))  # first: it marks the folder as a run's
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
@@ -132,6 +140,13 @@ class RunFolder:
         except OSError as error:
             raise DiskError(f"cannot write to run.output_dir: {error}") from None
         self._started = True
+
+    def _is_begun_as(self, config: GRPOConfig, facts: Mapping[str, str]) -> bool:
+        """Whether the folder's run began with settings and facts that change no result."""
+        saved = load_config(self.path / "config.toml", of_run=True)
+        before = last_facts(self.path)
+        changes = [*setting_changes(saved, config), *fact_changes(before, facts)]
+        return bool(before and facts) and not any(one.refused or one.key in UNSTEADY for one in changes)
 
     def take(self) -> None:
         """Lock the folder, until ``close``, and clear up what a killed process has left half written. Does nothing if
@@ -272,15 +287,56 @@ class RunFolder:
         """The contents of ``summary.json``."""
         return read_object(self.path / "summary.json")
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``."""
+    def write_summary(self, summary: dict[str, Any], *, keep_journal: bool = False) -> None:
+        """Write ``summary.json``, and remove the journal.
+
+        Args:
+            summary: of the run, which has ended.
+            keep_journal: whether a run that goes on from the checkpoint before the last needs it.
+        """
         write = partial(write_atomically, self.path / "summary.json", as_json(summary, indent=2))
         self._write("summary", summary.get("steps", 0), write)
         self._writer.settle()
+        if not keep_journal:
+            shutil.rmtree(self.path / "journal", ignore_errors=True)
 
     def write_rollout(self, step: int, table: Any) -> None:
         """Write the completions of a step."""
         self._write_table("completions", step, table, self.path / "rollouts" / f"step-{step}.parquet")
+
+    def journal(self, step: int) -> Path:
+        """The file of a step's rollout."""
+        return self.path / "journal" / f"step-{step}.safetensors"
+
+    def journal_steps(self) -> list[int]:
+        """The steps, from 1, whose rollouts are in the journal."""
+        names = (path.stem.removeprefix("step-") for path in (self.path / "journal").glob("step-*.safetensors"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def write_journal(self, step: int, rollout: StoredRollout) -> None:
+        """Write a step's rollout, to the disk; ``step`` counts from 1."""
+        try:
+            content = encode_rollout(rollout)
+        except RecursionError:  # a state that holds itself
+            log.warning("the rollout of step %d cannot be stored: it would be sampled again", step)
+            return
+        self._write("journal", step, partial(write_atomically, self.journal(step), content), len(content))
+
+    def read_journal(self, step: int) -> StoredRollout:
+        """The rollout of a step.
+
+        Raises:
+            RunFolderError: the file is missing or damaged.
+        """
+        return load_rollout(self.journal(step))
+
+    def forget_journal(self, steps: Collection[int]) -> None:
+        """Remove the rollouts of some steps. Logs a failure."""
+        for step in steps:
+            try:
+                self.journal(step).unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("cannot delete %s: %s", self.journal(step), error)
 
     def write_evaluation(self, step: int, name: str, table: Any) -> None:
         """Write every completion of an evaluation as a row of a Parquet file; ``name`` is the set's, or empty."""
@@ -361,6 +417,9 @@ class RunFolder:
         for old in self.checkpoint_steps()[:-keep] if keep and world.is_main else []:
             if not every or old % every:
                 durable.remove(self.checkpoint(old))
+        if world.is_main:  # should the newest checkpoint be damaged, the run goes on from the one before
+            held = self.checkpoint_steps()[-2:][0]
+            self.forget_journal([step for step in self.journal_steps() if step <= held])
 
     @property
     def best(self) -> Path:

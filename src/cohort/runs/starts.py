@@ -96,6 +96,14 @@ def last_start(run: Path) -> Start:
     return Start()
 
 
+def last_facts(run: Path) -> dict[str, str]:
+    """The facts that the run's last process has recorded; empty if no line can be read."""
+    for line in reversed(_lines(run)):
+        with suppress(TypeError, LookupError, AttributeError):
+            return {str(name): str(fact) for name, fact in line["facts"].items()}
+    return {}
+
+
 def how_to_continue(run: Path) -> str:
     """How to continue a run, in words."""
     return CONTINUED_BY.get(last_start(run).begun_by, f"cohort resume {shlex.quote(str(run))}")
@@ -127,7 +135,7 @@ def _lines(run: Path) -> list[Any]:
 log = logging.getLogger("cohort.runs")
 
 WRITTEN = (
-    *("first_prompt.txt", "objective.txt", "metrics.jsonl", "summary.json", STARTS),
+    *("journal", "first_prompt.txt", "objective.txt", "metrics.jsonl", "summary.json", STARTS),
     *("rollouts", "evaluations", "best", "checkpoints", "merged", "nonfinite", "replays", "trackers", "tensorboard"),
 )
 """What a run writes beside its settings."""
@@ -158,17 +166,22 @@ def _best_is_later(run: Path) -> bool:
     return 0 < 2 * every < step
 
 
-def clear(run: Path) -> None:
+def clear(run: Path, *, keep_journal: bool = False) -> None:
     """Remove what a run without a checkpoint has written, except its settings: until the new ones take their place,
-    they mark the folder as a run's. Logs how many steps are lost.
+    they mark the folder as a run's. Logs how many steps are made again.
+
+    Args:
+        run: the folder.
+        keep_journal: whether the new run would sample what the journal holds.
 
     Raises:
         RunFolderError: as ``check_replaceable``.
     """
     check_replaceable(run)
     if lost := _last_step(run):
-        log.warning("%s has metrics up to step %d and no checkpoint: the run starts again at step 1", run, lost)
-    for name in WRITTEN:
+        again = "starts again at step 1" + (" and reads what it has sampled" if keep_journal else "")
+        log.warning("%s has metrics up to step %d and no checkpoint: the run %s", run, lost, again)
+    for name in (one for one in WRITTEN if one != "journal" or not keep_journal):
         path = run / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 

@@ -18,6 +18,7 @@ from cohort.lock import Lock
 from cohort.runs.checkpoints import check_checkpoint
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
+from cohort.runs.journal import load_rollout
 from cohort.runs.reading import DAMAGE, parse_metrics
 from cohort.runs.trust import check_files
 
@@ -66,6 +67,8 @@ def verify(path: Path) -> Iterator[Verdict]:
         yield _checked("metrics.jsonl", _check_metrics, path / "metrics.jsonl")
     if (path / "summary.json").exists():
         yield _checked("summary.json", lambda file: json.loads(file.read_bytes()), path / "summary.json")
+    for step in run.journal_steps():
+        yield _checked(f"journal/step-{step}.safetensors", load_rollout, run.journal(step))
     for table in sorted([*path.glob("rollouts/*.parquet"), *path.glob("evaluations/*.parquet")]):
         yield _checked(str(table.relative_to(path)), _check_table, table)
 

@@ -35,7 +35,7 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str, detail: Callable[[], str] = str) -> Iterator[None]:
-        """Add the time of a block to ``phase``. ``detail`` says more where the block hangs."""
+        """Add the time of a block to ``phase``. ``detail`` adds to the watchdog's message if the block hangs."""
         start = time.perf_counter()
         with waiting(WORK.get(phase, phase), detail):
             yield

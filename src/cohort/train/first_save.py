@@ -17,6 +17,7 @@ from cohort.policy import Policy, Precision, has_adapters, load_model
 from cohort.policy.choose import MAX_GAP, own_logits, relative_gaps, token_source
 from cohort.policy.narrow import changed_call
 from cohort.rollout.backend import free_bytes
+from cohort.runs.checkpoints import preserved
 
 log = logging.getLogger("cohort.train")
 TOKENS = 8
@@ -43,8 +44,8 @@ class FirstSave:
         self._saved: tuple[Path, Tensor] | None = None
 
     @torch.no_grad()
-    def saved(self, folder: Path) -> None:
-        """The policy as it is now is being saved. Every rank must call."""
+    def will_save(self, folder: Path) -> None:
+        """The policy as it is now will be in this folder. Every rank must call."""
         if self._is_wanted and self._saved is None:
             tokens = token_source(self._policy)(TOKENS)
             with released(self._policy.model):
@@ -77,11 +78,12 @@ class FirstSave:
     @torch.no_grad()
     def _loaded(self, folder: Path) -> Tensor:
         precision = Precision(self._policy.precision.master, self._policy.precision.master)
-        model = load_model(
-            str(folder),
-            precision,
-            torch.device("cpu"),
-            trust_remote_code=self._config.trust_remote_code,
-            allow_pickled_weights=self._config.allow_pickled_weights,
-        )
+        with preserved():  # adapters are initialized with random numbers before their weights are read
+            model = load_model(
+                str(folder),
+                precision,
+                torch.device("cpu"),
+                trust_remote_code=self._config.trust_remote_code,
+                allow_pickled_weights=self._config.allow_pickled_weights,
+            )
         return own_logits(Policy(model, precision), token_source(self._policy)(TOKENS), TOKENS)

@@ -139,7 +139,7 @@ def assign_advantages(
     if not batch.num_sequences:
         return batch
     kl_N = None
-    if objective.needs_old_logps:
+    if objective.advantages_need_logps:
         assert batch.old_logps_N is not None
         assert batch.ref_logps_N is not None
         kl_N = (batch.old_logps_N - batch.ref_logps_N).cpu()

@@ -21,10 +21,9 @@ from cohort.rewards.runner import Scores
 from cohort.train.context import StepContext
 from cohort.train.layout import Part, active_part, group_numbers, part_of
 from cohort.train.logps import token_logps
-from cohort.train.parts import Updates
 from cohort.train.rollout import Rollout
 from cohort.train.sweep import share, sweep
-from cohort.train.update import UpdateResult, microbatch_losses, minibatch_weights
+from cohort.train.update import UpdateResult, Updates, microbatch_losses, minibatch_weights
 from cohort.types import FinishReason, TokenBatch
 
 # ----------------------------------------

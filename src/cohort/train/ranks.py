@@ -115,19 +115,6 @@ def reads_trained(engine: Engine) -> TypeGuard[LocalEngine]:
     return isinstance(engine, LocalEngine) and engine.trained is engine.policy
 
 
-def sampler_copy(engine: Engine) -> Policy | None:
-    """The copy of the policy that the engine samples with while the policy is trained; None: it has none here."""
-    return engine.policy if isinstance(engine, LocalEngine) and not reads_trained(engine) else None
-
-
-def may_draw_apart(engine: Engine, *, deterministic: bool) -> bool:
-    """Whether a part of a rollout may be drawn without the rest. Where a run repeats bit for bit, which is on a CPU and
-    where the settings say so, not if the bits of a completion depend on what is drawn beside it."""
-    if not isinstance(engine, LocalEngine) or engine.backend.exact_rows:
-        return True
-    return engine.policy.device.type != "cpu" and not deterministic
-
-
 def update_engine(engine: Engine, policy: Policy, layout: Layout) -> None:
     """Give an engine the policy's present weights, whole if it copies or sends them. Every rank must call."""
     with nullcontext() if reads_trained(engine) else layout.whole(policy.model):

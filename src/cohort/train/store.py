@@ -16,12 +16,13 @@ from torch import Tensor
 from cohort.config import GRPOConfig, hide_secrets
 from cohort.objective import Cause
 from cohort.objective.ratio import exp_clamped
+from cohort.parallel import on_main
 from cohort.runs.folder import RunFolder
 from cohort.runs.tables import UsedRows, advantage_columns, completion_columns, score_columns, time_columns, with_facts
 from cohort.train.context import StepContext
 from cohort.train.layout import Part, split_minibatches
-from cohort.train.parts import Updates
 from cohort.train.rollout import Rollout
+from cohort.train.update import Updates
 from cohort.types import Group, TokenBatch
 
 CAUSES = [None if cause is Cause.ACTIVE else cause.name.lower() for cause in Cause]
@@ -36,7 +37,7 @@ def store_step(
     batch: TokenBatch,
     updates: Updates,
 ) -> None:
-    """Write a step's completions if ``[report]`` wants them.
+    """Write a step's completions if ``[report]`` wants them. Every rank may call; rank 0 writes.
 
     Args:
         folder, config, context: of the run and of the step.
@@ -46,10 +47,15 @@ def store_step(
         updates: the step's updates.
     """
     settings = config.report
-    if settings.log_completions and step % settings.store_steps == 0:
+    if not settings.log_completions or step % settings.store_steps:
+        return
+
+    def write() -> None:
         chosen = chosen_groups(rollout.sampled, settings.store_groups, config.run.seed)
         table = step_table(context, step, rollout, batch, updates, context.objective.minibatches, chosen)
         folder.write_rollout(step, table)
+
+    on_main(context.world, write)
 
 
 def chosen_groups(groups: Sequence[Group], count: int, seed: int) -> list[int]:
@@ -113,7 +119,6 @@ def _update_columns(
         if values_N is not None:
             columns[name] = _known_lists(used, _numbers(values_N)[kept_N])
     seen = updates.seen
-    assert seen is not None
     columns["update"] = used.column(seen.update_S.numpy().astype(np.int32)[kept_S])
     passed_S = seen.passed_S.numpy()[kept_S]
     for name, values_N in _seen_values(context, seen.values).items():

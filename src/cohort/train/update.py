@@ -11,10 +11,9 @@ outcome    ``UpdateResult``, or what prevented the step: ``NonFinite``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,27 +208,6 @@ class Seen:
                 self.values[name] = values_N.new_zeros(num_tokens)
             self.values[name][tokens_N] = values_N[where_N].to(self.values[name])
 
-    def to_store(self) -> dict[str, Any]:
-        """Everything, in types that files hold."""
-        values = {name: bits_of(values_N) for name, values_N in self.values.items()}
-        return {"update_S": self.update_S, "passed_S": self.passed_S, "values": values}
-
-    @classmethod
-    def stored(cls, stored: Mapping[str, Any], device: torch.device) -> Seen:
-        """The inverse of ``to_store``."""
-        values = {name: of_bits(bits, device) for name, bits in stored["values"].items()}
-        return cls(stored["update_S"], stored["passed_S"], values)
-
-
-def bits_of(values_N: Tensor) -> tuple[str, Tensor]:
-    """Name of the dtype and the bytes: files do not hold every dtype."""
-    return str(values_N.dtype).removeprefix("torch."), values_N.detach().cpu().contiguous().view(torch.uint8)
-
-
-def of_bits(bits: tuple[str, Tensor], device: torch.device) -> Tensor:
-    """The inverse of ``bits_of``."""
-    return bits[1].view(getattr(torch, bits[0])).to(device)
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
@@ -257,17 +235,44 @@ class NonFinite:
     message: str
 
 
+@dataclass(slots=True)
+class Updates:
+    """The updates of a step so far."""
+
+    version_before: int
+    """``Policy.version`` before the first of them."""
+    seen: Seen
+    """What they have seen of the batch."""
+    results: list[UpdateResult] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    """Numbers, from 0, of those that were skipped because a value was not finite."""
+
+    @property
+    def done(self) -> int:
+        """Updates that were made or skipped."""
+        return len(self.results) + len(self.skipped)
+
+    def add(self, outcome: UpdateResult | NonFinite) -> None:
+        """Record an update. The tensors in its ``used`` are not kept."""
+        if isinstance(outcome, NonFinite):
+            self.skipped.append(self.done)
+            return
+        if outcome.used is not None:
+            self.seen.add(self.done, outcome.used, len(outcome.logps_N))
+        self.results.append(replace(outcome, used=None))
+
+
 Check = Callable[[UpdateTokens], None]
 """Looks at the tokens of an update before its step; may raise."""
 
 
-def _nothing(_tokens: UpdateTokens) -> None:
-    pass
+def no_check(_tokens: UpdateTokens) -> None:
+    """The check that checks nothing."""
 
 
 @torch.enable_grad()
 def update(
-    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float = 0.0, check: Check = _nothing
+    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float = 0.0, check: Check = no_check
 ) -> UpdateResult | NonFinite:
     """Make one optimizer step.
 
@@ -314,7 +319,7 @@ def update(
             for forward in some
         ]
 
-        def seen() -> tuple[UpdateTokens, TokenStatistics]:
+        def collected() -> tuple[UpdateTokens, TokenStatistics]:
             tokens = update_tokens(batch, active, weights, forwards)
             logps_N[active.tokens_N] = tokens.logps_N
             check(tokens)
@@ -324,8 +329,8 @@ def update(
                 statistics.sums["router_loss"] = float(torch.stack(parts).sum()) / balance.coefficient
             return tokens, statistics
 
-        tokens, statistics = together(context.world, seen)
-        grad_norm = step(context)
+        tokens, statistics = together(context.world, collected)
+        grad_norm = optimizer_step(context)
     except NonFiniteError as error:
         return NonFinite(str(error))
     together(context.world, optimizer.check_weights)
@@ -333,7 +338,7 @@ def update(
     return UpdateResult(statistics, logps_N, grad_norm, learning_rate, entropy_coefficient, shared.load, used)
 
 
-def step(context: StepContext) -> float:
+def optimizer_step(context: StepContext) -> float:
     """Add up the ranks' gradients, clip and step. Returns the gradient's norm; 0: no step was made.
 
     Raises:

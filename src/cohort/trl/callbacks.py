@@ -23,7 +23,7 @@ from transformers.trainer_utils import speed_metrics
 
 from cohort.errors import ConfigError, RunFolderError, did_you_mean
 from cohort.evaluation import Evaluation
-from cohort.train import Companion
+from cohort.train import Observer, Wishes
 from cohort.train.metrics import EACH_UPDATE
 from cohort.trl.checkpoints import note_best
 from cohort.trl.evaluation_loss import evaluation_loss
@@ -113,7 +113,7 @@ def check_callback(callback: Any, args: Any) -> None:
         log.warning("callback %s: %s is never called here (see 'cohort docs trl')", kind.__name__, named)
 
 
-class Events(Companion):
+class Events(Observer):
     """Tells the callbacks of a ``cohort.trl.GRPOTrainer`` what happens in its run. Its state is part of every
     checkpoint.
 
@@ -124,7 +124,7 @@ class Events(Companion):
         updates_per_epoch: of an epoch.
     """
 
-    asks_for_evaluations = True
+    evaluates_last = False
     initial_can_be_best = False
 
     def __init__(self, trainer: Any, window: Window, updates_per_rollout: int, updates_per_epoch: int) -> None:
@@ -156,7 +156,7 @@ class Events(Companion):
         if args.save_strategy == "best":
             self.wants_checkpoint = is_best
 
-    def updated(self, metrics: Mapping[str, Any]) -> None:
+    def updated(self, metrics: Mapping[str, Any]) -> Wishes:
         """The updates of a rollout are made: tell the callbacks of each."""
         trainer = self._trainer
         if metrics["step"] > self._rollouts:  # else the run was stopped in the evaluation that follows, and resumed
@@ -169,8 +169,7 @@ class Events(Companion):
                 self.end_epoch()
         if any(trainer.core.world.gather(self._wants_epoch_stop)):  # a checkpoint follows, so all updates are told of
             raise ConfigError("should_epoch_stop is not supported here: set should_training_stop, which ends the run")
-        if self.wants_evaluation and trainer.core.evaluator is not None:
-            trainer.core.evaluate_now()
+        return Wishes(evaluate=self.wants_evaluation and trainer.core.evaluator is not None)
 
     def _update(self, update: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
         trainer = self._trainer

@@ -27,7 +27,7 @@ from cohort.policy import read_config
 from cohort.report.console.describe import announce
 from cohort.runs.checkpoints import load_weights
 from cohort.runs.starts import CONTINUED_BY
-from cohort.train.resume import RunEndedError, with_resume_hint
+from cohort.train.boundary import RunEndedError, with_resume_hint
 from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of, tell_evaluation
 from cohort.trl.checkpoints import begin, best_checkpoint, check_resumable, create_repo, link, upload, write_card
 from cohort.trl.config import Batch, GRPOConfig
@@ -307,7 +307,7 @@ class GRPOTrainer:
         """The rollouts of the run. Of one that has ended there are none: model and state are those of its end, as in
         transformers."""
         try:
-            return self.core.steps(resume=resume, allow_changed=allowed, companion=self._events)
+            return self.core.steps(resume=resume, allow_changed=allowed, observers=[self._events])
         except RunEndedError:
             if self.is_world_process_zero():
                 announce(f"the run in {self.args.output_dir} has ended: to train longer, raise max_steps")

@@ -20,8 +20,8 @@ from cohort.rollout import Sampling
 from cohort.train import Optimizer, StepContext, TokenBudget, lay_out, split_minibatches, update
 from cohort.train.loop import with_advantages_and_logps
 from cohort.train.metrics import policy_movement, step_metrics
-from cohort.train.parts import Adaptive
 from cohort.train.rollout import Rollout
+from cohort.train.state import Adaptive
 from cohort.train.update import NonFinite
 from cohort.types import Completion, FinishReason, Group, Prompt
 
@@ -151,9 +151,9 @@ def train(rewards=right, table=None, sampler=sample, each_update=None, seed=0, *
                 nonfinite += 1
             else:
                 results.append(outcome)
-                adaptive.after_update(objective, outcome)
+                adaptive = adaptive.after_update(objective, outcome)
         moved = policy_movement(context, batch, results, config.report.update_kl_completions)
-        adaptive.after_step(objective, results, batch.num_sequences)
+        adaptive = adaptive.after_step(objective, results, batch.num_sequences)
         metrics = {"step": step + 1, "updates_nonfinite": nonfinite, **moved}
         lines.append(metrics | step_metrics(rollout, batch, results, objective, version))
     return lines, config

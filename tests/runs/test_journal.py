@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 
@@ -13,10 +13,11 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from cohort.errors import RunFolderError
 from cohort.rewards.runner import Scores
-from cohort.runs.rollouts import StoredRollout, Unstorable, encode_rollout, load_rollout, write_encoded
+from cohort.runs.journal import DIGEST, EXACT, TREE, StoredRollout, Unstorable, digest, encode_rollout, load_rollout
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 
 
@@ -133,13 +134,18 @@ def rollouts(draw):
     return StoredRollout(some, draw(st.none() | st.just(scores)), draw(columns))
 
 
+def loaded(folder, rollout):
+    (folder / "one").write_bytes(encode_rollout(rollout))
+    return load_rollout(folder / "one")
+
+
 @given(rollouts())
 @hypothesis_settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_a_loaded_rollout_equals_the_saved_one(tmp_path, rollout):
-    write_encoded(tmp_path / "one", encode_rollout(rollout))
-    assert same(load_rollout(tmp_path / "one"), rollout)
+    expected = replace(rollout, facts={**rollout.facts, EXACT: True})
+    assert same(loaded(tmp_path, rollout), expected)
 
 
 ODD = [
@@ -162,9 +168,8 @@ ODD = [
 
 @pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
 def test_values_of_other_types(tmp_path, value):
-    write_encoded(tmp_path / "one", encode_rollout(StoredRollout([], facts={"value": value})))
-    loaded = load_rollout(tmp_path / "one").facts["value"]
-    assert same(loaded, dict(value) if isinstance(value, defaultdict) else value)
+    found = loaded(tmp_path, StoredRollout([], facts={"value": value})).facts["value"]
+    assert same(found, dict(value) if isinstance(value, defaultdict) else value)
 
 
 def test_an_object_of_another_class_becomes_its_text(tmp_path):
@@ -172,17 +177,38 @@ def test_an_object_of_another_class_becomes_its_text(tmp_path):
         def __str__(self):
             return "x|o"
 
-    write_encoded(
-        tmp_path / "one",
-        encode_rollout(StoredRollout([], facts={"state": [Board(), np.array(["a"]), torch.ones(1).bfloat16()]})),
-    )
-    board, letters, _ = load_rollout(tmp_path / "one").facts["state"]
+    class Mute:
+        def __str__(self):
+            raise ValueError("no")
+
+    values = [Board(), np.array(["a"]), torch.ones(1).bfloat16(), Mute()]
+    episode = Episode((), state={"values": values})
+    completion = replace(Completion.of_tokens([1], [-1.0], FinishReason.EOS), episode=episode)
+    rollout = loaded(tmp_path, StoredRollout([Group(Prompt(0, 0, (1,), "a", "a", {}), (completion,))]))
+    assert not rollout.facts[EXACT]
+    board, letters, _, mute = rollout.groups[0].completions[0].episode.state["values"]
     assert (board, str(board), str(letters)) == (Unstorable("x|o"), "x|o", "['a']")
+    assert str(mute) == "an object of Mute"
 
 
 def test_a_file_makes_no_object_of_a_class_that_is_not_listed(tmp_path):
-    write_encoded(tmp_path / "one", encode_rollout(StoredRollout([])))
-    content = {"groups": [], "scores": None, "facts": {"$": "Path", "of": "/"}}
-    (tmp_path / "one.json").write_text(json.dumps(content))
+    tree = json.dumps({"groups": [], "scores": None, "facts": {"$": "Path", "of": "/"}})
+    numbers = {TREE: np.frombuffer(tree.encode(), np.uint8)}
+    (tmp_path / "one").write_bytes(save(numbers, {DIGEST: digest(numbers)}))
     with pytest.raises(RunFolderError, match="Path"):
         load_rollout(tmp_path / "one")
+
+
+@pytest.mark.parametrize("where", [0, 7, 60, 0.5, -1])
+def test_a_damaged_file_is_named(tmp_path, where):
+    """A bit of the length, of the header, of the tree and of the numbers; and every cut."""
+    segment = Segment(np.arange(9), None)
+    completion = Completion((segment,), np.linspace(-1, 0, 9), FinishReason.EOS, "text", 0)
+    whole = encode_rollout(StoredRollout([Group(Prompt(0, 0, (1,), "a", "a", {}), (completion,))]))
+    at = where if isinstance(where, int) else int(where * len(whole))
+    damaged = bytearray(whole)
+    damaged[at] ^= 1
+    for content in (bytes(damaged), whole[:at]):
+        (tmp_path / "one").write_bytes(content)
+        with pytest.raises(RunFolderError, match="one"):
+            load_rollout(tmp_path / "one")

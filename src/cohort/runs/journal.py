@@ -1,14 +1,18 @@
-"""Rollouts and other values in files: without loss, as safetensors and JSON.
+"""The journal of a run: ``journal/step-N.safetensors`` is the rollout of step N, exactly.
 
-NAME.json           the tree of objects; an array is a place in NAME.safetensors
-NAME.safetensors    the numbers of all arrays, end to end: one tensor for each dtype
+It is on the disk before the step's first update, until the older of the two newest checkpoints, or the
+only one, holds the step, or the run ends. A run that goes
+on reads it instead of sampling again: its updates are bit for bit those of the run that stopped.
 
-Nothing in them is code. Loading makes objects of the classes in ``CLASSES`` and of plain types, and of nothing else.
+The file is a tree of objects as JSON, in bytes, and the numbers of all arrays end to end: one tensor per dtype. Its
+header has the digest of both. Nothing in it is code: loading makes objects of the classes in ``CLASSES`` and of plain
+types, and of nothing else.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,33 +24,38 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import save
 
 from cohort.rewards.runner import Scores
-from cohort.runs.reading import damage_named, read_object
+from cohort.runs.reading import damage_named
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 
 CLASSES: dict[str, Any] = {
     one.__name__: one for one in (Prompt, Support, Segment, Turn, Episode, Completion, Group, Scores)
 }
 """The dataclasses that a file may hold."""
+MEMBERS = {name: tuple(member.name for member in fields(one)) for name, one in CLASSES.items()}
 TIMEZONES = (type(None), timezone)
 """Time zones that the ISO format holds completely."""
-DTYPES = frozenset(
-    [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)] + ["bool", "float16", "float32", "float64"]
-)
-"""The dtypes of arrays that are stored."""
+DTYPES = {np.dtype(f"{sign}int{bits}"): f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+DTYPES |= {np.dtype(name): name for name in ("bool", "float16", "float32", "float64")}
+"""The dtypes of arrays that are stored, with their names."""
 TAG = "$"
 """Key of the JSON objects that stand for something else than a dict."""
+TREE, DIGEST = "tree", "cohort_sha256"
+"""Name of the tree's tensor, and key of the digest: a power failure can leave holes in a file."""
+EXACT = "is_exact"
+"""Fact of a loaded rollout: whether every value of its objects is there, and none is an ``Unstorable``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """A rollout, complete or in progress, as files hold it."""
+    """A rollout as a file holds it."""
 
     groups: Sequence[Group]
     scores: Scores | None = None
-    """None: not scored yet."""
+    """None: every completion is drawn, and none is scored."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What else is needed to go on with it."""
 
@@ -62,46 +71,37 @@ class Unstorable:
         return self.text
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Values as their two files hold them."""
-
-    text: str
-    arrays: Mapping[str, np.ndarray]
-
-
-def encode_rollout(rollout: StoredRollout) -> Encoded:
-    """A rollout in the form of its files.
+def encode_rollout(rollout: StoredRollout) -> bytes:
+    """The contents of a rollout's file.
 
     ``load_rollout`` returns an equal one: every array bit for bit, NaN and lone surrogates included. Values of columns,
     states and logged extras may be of Python's plain types, containers of them, dates, decimals, and NumPy or torch
     arrays of numbers. Any other object becomes an ``Unstorable``.
     """
-    return encode_values({"groups": list(rollout.groups), "scores": rollout.scores, "facts": rollout.facts})
-
-
-def encode_values(values: Mapping[str, Any]) -> Encoded:
-    """As ``encode_rollout``, for any values by name."""
     arrays = _Writer()
-    tree = {name: arrays.encode(value) for name, value in values.items()}
-    text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
-    return Encoded(text + "\n", {name: np.concatenate(parts) for name, parts in arrays.parts.items()})
-
-
-def write_encoded(path: Path, encoded: Encoded) -> None:
-    """Write ``path.json`` and ``path.safetensors``."""
-    save_file(dict(encoded.arrays), _file(path, "safetensors"))
-    _file(path, "json").write_text(encoded.text, encoding="ascii")
+    tree = {"groups": arrays.encode(list(rollout.groups)), "scores": arrays.encode(rollout.scores)}
+    tree["facts"] = arrays.encode({**rollout.facts, EXACT: arrays.is_exact})
+    text = json.dumps(tree, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+    numbers = {name: np.concatenate(parts) for name, parts in arrays.parts.items()}
+    numbers[TREE] = np.frombuffer(text, np.uint8)
+    content: bytes = save(numbers, {DIGEST: digest(numbers)})
+    return content
 
 
 def load_rollout(path: Path) -> StoredRollout:
     """Read a rollout.
 
     Raises:
-        RunFolderError: the files hold something else.
+        RunFolderError: the file is damaged, or holds something else.
     """
-    values = load_values(path)
-    with damage_named(_file(path, "json")):
+    with damage_named(path):
+        with safe_open(path, "numpy") as file:
+            header = file.metadata() or {}
+            numbers = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        if header.get(DIGEST) != digest(numbers):
+            raise ValueError("it is not what was written: its SHA-256 differs")
+        decode = _Reader(numbers).decode
+        values = {name: decode(value) for name, value in json.loads(numbers[TREE].tobytes()).items()}
         groups, scores, facts = values["groups"], values["scores"], values["facts"]
         if not (isinstance(groups, list) and all(isinstance(group, Group) for group in groups)):
             raise TypeError("expected a list of groups")
@@ -110,20 +110,13 @@ def load_rollout(path: Path) -> StoredRollout:
         return StoredRollout(groups, scores, facts)
 
 
-def load_values(path: Path) -> dict[str, Any]:
-    """Read values.
-
-    Raises:
-        RunFolderError: the files hold something else.
-    """
-    with damage_named(_file(path, "json")):
-        tree = read_object(_file(path, "json"))
-        decode = _Reader(load_file(_file(path, "safetensors"))).decode
-        return {name: decode(value) for name, value in tree.items()}
-
-
-def _file(path: Path, kind: str) -> Path:
-    return path.with_name(f"{path.name}.{kind}")
+def digest(numbers: Mapping[str, np.ndarray]) -> str:
+    """The SHA-256 of a file's numbers, those of the tree included."""
+    found = hashlib.sha256()
+    for name in sorted(numbers):
+        found.update(f"{name} {len(numbers[name])}".encode())
+        found.update(np.ascontiguousarray(numbers[name]).view(np.uint8).data)
+    return found.hexdigest()
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -150,17 +143,19 @@ class _Writer:
 
     def __init__(self) -> None:
         self.parts: dict[str, list[np.ndarray]] = {}
+        self.is_exact = True
+        """Whether no value became an ``Unstorable``."""
         self._sizes: dict[str, int] = {}
 
     def encode(self, value: Any) -> Any:
         """The JSON of a value."""
-        if value is None or isinstance(value, bool):
+        kind = type(value)
+        if value is None or kind is int or kind is bool or (kind is str and value.isascii()):
             return value
-        if isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        if kind is np.ndarray or isinstance(value, np.ndarray | np.generic | torch.Tensor):
             return self._array(value)
-        if CLASSES.get(type(value).__name__) is type(value):
-            members = {one.name: self.encode(getattr(value, one.name)) for one in fields(CLASSES[type(value).__name__])}
-            return {TAG: type(value).__name__, "of": members}
+        if CLASSES.get(name := kind.__name__) is kind:
+            return {TAG: name, "of": {member: self.encode(getattr(value, member)) for member in MEMBERS[name]}}
         if isinstance(value, FinishReason):
             return {TAG: "FinishReason", "of": value.value}
         if isinstance(value, str):
@@ -188,17 +183,25 @@ class _Writer:
             return {TAG: "complex", "of": [self.encode(value.real), self.encode(value.imag)]}
         if type(value) in (date, time, datetime, Decimal) and type(getattr(value, "tzinfo", None)) in TIMEZONES:
             return {TAG: type(value).__name__, "of": str(value) if type(value) is Decimal else value.isoformat()}
-        return {TAG: "Unstorable", "of": _encoded_text(str(value))}
+        return self._unstorable(value)
+
+    def _unstorable(self, value: Any) -> Any:
+        self.is_exact = False
+        try:
+            text = str(value)
+        except Exception:  # of a class of the user
+            text = f"an object of {type(value).__name__}"
+        return {TAG: "Unstorable", "of": _encoded_text(text)}
 
     def _array(self, value: Any) -> Any:
         """The place of an array: dtype, shape, and index of its first number among those of its dtype."""
-        kind = "tensor" if isinstance(value, torch.Tensor) else "array" if isinstance(value, np.ndarray) else "scalar"
+        kind = "array" if isinstance(value, np.ndarray) else "tensor" if isinstance(value, torch.Tensor) else "scalar"
         if kind == "tensor" and value.dtype in (torch.bfloat16, torch.complex64, torch.complex128):
-            return {TAG: "Unstorable", "of": str(value)}
+            return self._unstorable(value)
         numbers = np.asarray(value.detach().cpu() if kind == "tensor" else value)
-        if numbers.dtype.name not in DTYPES:
-            return {TAG: "Unstorable", "of": _encoded_text(str(value))}
-        name, start = numbers.dtype.name, self._sizes.get(numbers.dtype.name, 0)
+        if (name := DTYPES.get(numbers.dtype.newbyteorder("="))) is None:
+            return self._unstorable(value)
+        start = self._sizes.get(name, 0)
         self.parts.setdefault(name, []).append(numbers.reshape(-1))
         self._sizes[name] = start + numbers.size
         return {TAG: kind, "of": [name, list(numbers.shape), start]}
