@@ -11,7 +11,7 @@ from cohort.config.schema import RunConfig
 from cohort.errors import RunFolderError
 from cohort.parallel import World, layout_of, together
 from cohort.policy import Policy, Precision
-from cohort.runs.checkpoints import Models, SavedState, load_checkpoint, random_state
+from cohort.runs.checkpoints import NEEDED, Models, SavedState, load_checkpoint, random_state
 from cohort.runs.folder import RunFolder
 from cohort.runs.models import check_saved, named_weights, whole
 from cohort.train import Optimizer
@@ -51,7 +51,8 @@ class Run:
 
     def save(self, path, minutes=60):
         random = self.world.gather(random_state())
-        state = SavedState(2, self.optimizer.state_dict(), {}, {}, {}, {"prompts": "some"}, random)
+        loop = {key: {} for key in NEEDED} | {"random": random, "version": self.models.policy.version}
+        state = SavedState(2, self.optimizer.state_dict(), loop)
         settings = RunConfig(stop_when_unsaved_minutes=minutes)
         RunFolder(path, settings).save_checkpoint(self.models, state, self.world, wait=True)
         together(self.world, lambda: check_saved(self.models.policy, RunFolder(path).checkpoint(2)))

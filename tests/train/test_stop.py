@@ -515,7 +515,8 @@ def test_stops_at_random_moments_beside_the_training(demo_tokenizer, tmp_path, v
 
     straight = make(tmp_path / "straight")
     straight.train()
-    seconds, stops, rng = straight.summary["seconds"], 0, random.Random(0)
+    seconds = sum(line["seconds/step"] for line in metrics_of(tmp_path / "straight") if line["step"])
+    stops, rng = 0, random.Random(0)
     while True:
         run = make(tmp_path / "stopped")
         timer = threading.Timer(rng.uniform(0, seconds / 3), run.stop)

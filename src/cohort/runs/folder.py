@@ -25,6 +25,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,7 @@ class RunFolder:
 
     def _is_begun_as(self, config: GRPOConfig, facts: Mapping[str, str]) -> bool:
         """Whether the folder's run began with settings and facts that change no result."""
-        saved = load_config(self.path / "config.toml", of_run=True)
-        before = last_facts(self.path)
+        saved, before = load_config(self.path / "config.toml", of_run=True), last_facts(self.path)
         changes = [*setting_changes(saved, config), *fact_changes(before, facts)]
         return bool(before and facts) and not any(one.refused or one.key in UNSTEADY for one in changes)
 
@@ -331,12 +331,10 @@ class RunFolder:
         return load_rollout(self.journal(step))
 
     def forget_journal(self, steps: Collection[int]) -> None:
-        """Remove the rollouts of some steps. Logs a failure."""
+        """Remove the rollouts of some steps, where the disk lets it."""
         for step in steps:
-            try:
-                self.journal(step).unlink(missing_ok=True)
-            except OSError as error:
-                log.warning("cannot delete %s: %s", self.journal(step), error)
+            with suppress(OSError):
+                self.journal(step).unlink()
 
     def write_evaluation(self, step: int, name: str, table: Any) -> None:
         """Write every completion of an evaluation as a row of a Parquet file; ``name`` is the set's, or empty."""
