@@ -275,7 +275,8 @@ class GRPOTrainer:
             raise RunFolderError("there is no run to write a checkpoint of: it begins with train() or steps()")
         if not self._training.boundary.holds:
             raise RunFolderError(
-                "a checkpoint is of the moment between two steps, and the step's updates are under way"
+                "a step's updates are under way, and a checkpoint is of the moment between two steps: call "
+                "checkpoint() between two of the steps()"
             )
         self._training.boundary.save(wait=True)
         return self._training.folder.checkpoint(self._training.boundary.state.complete_steps)
@@ -359,9 +360,8 @@ class GRPOTrainer:
             for step in run(training):
                 yield step.metrics
         except GeneratorExit:  # the loop that takes the steps is left; other ranks would have to come here to save
-            source.finish_sampling()
-            if self.world.size == 1 and boundary.holds:
-                boundary.save(wait=True)
+            if self.world.size == 1:
+                boundary.save_before_end()
             raise
         except CancelledError:  # a rollout or an evaluation, because the run is to stop
             boundary.stop_point()
@@ -370,7 +370,7 @@ class GRPOTrainer:
             error.args = (f"{error}; in step {self.summary['steps'] + 1}",)
             raise
         except FIXABLE as error:
-            kept = boundary.save_before_error()
+            kept = boundary.save_before_end()
             where = "" if isinstance(error, CallbackError) else f"in step {self.summary['steps'] + 1}; "
             error.args = (f"{error}; {where}{kept}: fix it and resume",)
             raise

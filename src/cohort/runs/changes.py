@@ -125,6 +125,11 @@ class Change:
     keep: str = ""
     """The flag that keeps the run's value; empty if there is none to recommend."""
 
+    @property
+    def reaches_weights(self) -> bool:
+        """Whether the run has other weights after it, if only by rounding."""
+        return self.refused or self.key in UNSTEADY
+
     def __str__(self) -> str:
         return f"{self.key}: {self.words}"
 

@@ -63,14 +63,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file atomically: it is the old one or the complete new one. Writers of a folder wait for each other, and
     the next one of the file removes what a killed one has left."""
     part = path.with_name(path.name + ".part")
-    path.parent.mkdir(exist_ok=True)
     with alone_in(path.parent):
         part.unlink(missing_ok=True)
         try:
-            with part.open("xb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
+            write_file(part, [content.encode() if isinstance(content, str) else content])
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ from cohort.lock import LOCK, Lock
 from cohort.objective import explain
 from cohort.parallel import World, on_main
 from cohort.runs import durable
-from cohort.runs.changes import UNSTEADY, Change, check_keys, fact_changes, refuse, setting_changes
+from cohort.runs.changes import Change, check_keys, fact_changes, refuse, setting_changes
 from cohort.runs.checkpoints import (
     Content,
     Models,
@@ -146,7 +146,7 @@ class RunFolder:
         """Whether the folder's run began with settings and facts that change no result."""
         saved, before = load_config(self.path / "config.toml", of_run=True), last_facts(self.path)
         changes = [*setting_changes(saved, config), *fact_changes(before, facts)]
-        return bool(before and facts) and not any(one.refused or one.key in UNSTEADY for one in changes)
+        return bool(before and facts) and not any(one.reaches_weights for one in changes)
 
     def take(self) -> None:
         """Lock the folder, until ``close``, and clear up what a killed process has left half written. Does nothing if

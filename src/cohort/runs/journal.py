@@ -1,8 +1,8 @@
 """The journal of a run: ``journal/step-N.safetensors`` is the rollout of step N, exactly.
 
-It is on the disk before the step's first update, until the older of the two newest checkpoints, or the
-only one, holds the step, or the run ends. A run that goes
-on reads it instead of sampling again: its updates are bit for bit those of the run that stopped.
+It is on the disk before the step's first update. It goes when the two newest checkpoints hold the step (or the only
+one does), and when the run ends. A run that goes on reads it instead of sampling again: its updates are bit for bit
+those of the run that stopped.
 
 The file is a tree of objects as JSON, in bytes, and the numbers of all arrays end to end: one tensor per dtype. Its
 header has the digest of both. Nothing in it is code: loading makes objects of the classes in ``CLASSES`` and of plain

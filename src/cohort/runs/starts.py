@@ -12,17 +12,18 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cohort.config import load_config
 from cohort.errors import RunFolderError
 from cohort.runs.reading import read_best, read_metrics
 
+T = TypeVar("T")
 STARTS = "starts.jsonl"
 CONTINUED_BY = {
     "cohort.trl": "the same script and train(resume_from_checkpoint=True)",
@@ -88,20 +89,17 @@ class Start:
 
 def last_start(run: Path) -> Start:
     """How the run's last process was started; the defaults if no line can be read."""
-    for line in reversed(_lines(run)):
-        with suppress(TypeError, LookupError, AttributeError):
-            missing = {str(name): str(what) for name, what in line["missing"].items()}
-            begun_by = str(line.get("begun_by", ""))
-            return Start(str(line["folder"]), tuple(map(str, line["overrides"])), missing, begun_by)
-    return Start()
+
+    def start(line: Any) -> Start:
+        missing = {str(name): str(what) for name, what in line["missing"].items()}
+        return Start(str(line["folder"]), tuple(map(str, line["overrides"])), missing, str(line.get("begun_by", "")))
+
+    return _newest(run, start) or Start()
 
 
 def last_facts(run: Path) -> dict[str, str]:
     """The facts that the run's last process has recorded; empty if no line can be read."""
-    for line in reversed(_lines(run)):
-        with suppress(TypeError, LookupError, AttributeError):
-            return {str(name): str(fact) for name, fact in line["facts"].items()}
-    return {}
+    return _newest(run, lambda line: {str(name): str(fact) for name, fact in line["facts"].items()}) or {}
 
 
 def how_to_continue(run: Path) -> str:
@@ -113,6 +111,14 @@ def latest_start_step(run: Path) -> int:
     """The latest step after which a process went on; 0 if none did. A run that went on had a checkpoint."""
     steps = (line.get("step") for line in _lines(run) if isinstance(line, dict))
     return max((step for step in steps if type(step) is int), default=0)
+
+
+def _newest(run: Path, read: Callable[[Any], T]) -> T | None:
+    """What can be read of the last line of which that can be read."""
+    for line in reversed(_lines(run)):
+        with suppress(TypeError, LookupError, AttributeError):
+            return read(line)
+    return None
 
 
 def _lines(run: Path) -> list[Any]:

@@ -82,7 +82,7 @@ class Boundary:
         self._source.journal_pending()
         if state is not self._saved:
             random = self._random or random_state()
-            if parts.config.rollout.lag:  # functions have drawn for the pending rollouts too, which have ended now
+            if self._random and parts.config.rollout.lag:  # functions have drawn for pending rollouts, which have ended
                 random = random_state() | {name: random[name] for name in ("torch", "cuda")}
             loop = {
                 **state.to_store(),
@@ -122,8 +122,9 @@ class Boundary:
             checkpoint = self._folder.checkpoint(self.state.complete_steps)
             raise Stopped(f"stopped by {stop} {self.where}; {checkpoint} holds this moment")
 
-    def save_before_error(self) -> str:
-        """Write what can be written before an error ends the run. Returns what it is, in words."""
+    def save_before_end(self) -> str:
+        """Write what can be written when an error, or the caller, ends the run here. Returns what it is, in words.
+        Every rank must call."""
         self._source.finish_sampling()
         if self.holds:
             self.save(wait=True)
@@ -256,7 +257,7 @@ def _drop_outdated(folder: RunFolder, changes: Collection[Change], step: int) ->
         changes: what differs from before.
         step: complete steps.
     """
-    changed = {one.key for one in changes if one.refused or one.key in UNSTEADY}
+    changed = {one.key for one in changes if one.reaches_weights}
     if not changed:
         return
     is_other = any(key not in UNSTEADY | SCORING | {"rollout.lag"} and not key.startswith("optim.") for key in changed)

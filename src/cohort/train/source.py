@@ -305,8 +305,8 @@ class RolloutSource:
         step, lag = state.complete_steps, parts.config.rollout.lag
         if lag and 0 < step < schedule.steps and step + 1 not in self._readable:
             log.warning(
-                "the journal lacks step %d, whose rollout was drawn by weights that are no longer there (rollout.lag): "
-                "the present ones draw it",
+                "the journal lacks the rollout of step %d. Earlier weights drew it (rollout.lag) and are gone: the "
+                "present weights draw it again",
                 step + 1,
             )
 
