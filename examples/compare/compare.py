@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from cohort.report.history import RunHistory
 from cohort.report.series import grouped
 from cohort.report.verdict import verdicts
+from cohort.runs.reader import Run
 
 CONFIG = Path(__file__).with_name("config.toml")
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = [job.result() for job in jobs]
     for command in (["plot", "--key", "eval/reward/mean", "--x", "tokens", "--output", "compare.svg"], ["report"]):
         subprocess.run([sys.executable, "-m", "cohort", command[0], *runs, *command[1:]], check=True)
-    for found in verdicts(grouped([RunHistory.read(run) for run in runs])):
+    for found in verdicts(grouped([Run.read(run) for run in runs])):
         if found.axis == "tokens":
             print(found.text)
 

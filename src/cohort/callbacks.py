@@ -28,10 +28,10 @@ from cohort.config import GRPOConfig
 from cohort.errors import CallbackError, ConfigError, Stopped, did_you_mean
 from cohort.evaluation import Evaluation
 from cohort.parallel import on_main
-from cohort.report.console.tail import Tail
 from cohort.report.diagnosis import Diagnosis, Finding
 from cohort.rewards.runner import Scores
 from cohort.runs.checkpoints import preserved
+from cohort.runs.reader import Run
 from cohort.state import kept
 from cohort.train.observers import CompleteStep, Observer, Wishes
 from cohort.train.rollout import Rollout
@@ -172,7 +172,7 @@ class Callbacks(Observer):
         self._wanted = on_main(run.world, lambda: frozenset(name for name in EVENTS if self._with(name)))
         if run.world.is_main and "on_step" in self._wanted:
             self._diagnosis = Diagnosis(run.args.model_dump())
-            for metrics in Tail(run.folder.path / "metrics.jsonl").everything():
+            for metrics in Run(run.folder.path).rows:
                 self._diagnosis.step_or_log(metrics)  # of the steps before
         self._tell("on_start", lambda: Start(run.folder.path, run.args, facts, complete_steps, run.schedule.steps))
 

@@ -1,17 +1,26 @@
-"""Histories of runs that never ran."""
+"""Runs that never ran."""
 
-from pathlib import Path
+from cohort.runs.reader import Run
 
-from cohort.report.history import RunHistory
+
+class Made(Run):
+    """A run of made-up rows and files."""
+
+    settings = summary = starts = rollouts = evaluations = checkpoints = absent = damaged = None
+
+    def __init__(self, name, rows, parts):
+        super().__init__(name)
+        self._rows = {row["step"]: row for row in rows}
+        vars(self).update(parts)
 
 
 def history(metrics, settings=None, *, seed=0, name="run", **parts):
-    """A history of made-up lines; ``metrics`` without ``step`` get their place in the list, from 1."""
+    """A run of made-up lines; ``metrics`` without ``step`` get their place in the list, from 1."""
     lines = [{"step": number, **line} for number, line in enumerate(metrics, 1)]
     settings = {"run": {"seed": seed}, "optim": {"learning_rate": 1e-5}} if settings is None else settings
-    empty = {"summary": None, "starts": [], "rollout_steps": {}, "evaluation_files": {}, "checkpoints": {}}
+    empty = {"summary": None, "starts": [], "rollouts": {}, "evaluations": {}, "checkpoints": {}}
     empty |= {"absent": [], "damaged": []}
-    return RunHistory(path=Path(name), settings=settings, metrics=lines, **(empty | parts))
+    return Made(name, lines, {"settings": settings} | empty | parts)
 
 
 def rewards(values, *, tokens=100, seconds=2.0, **more):

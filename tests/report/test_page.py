@@ -18,13 +18,13 @@ from cohort.errors import RunFolderError
 from cohort.lock import Lock
 from cohort.report.diagnosis import Finding, Level
 from cohort.report.diagnosis.diagnosis import CHECKS
-from cohort.report.history import RunHistory
 from cohort.report.page import sections, write_report
 from cohort.report.page.blocks import clipped, pack
 from cohort.report.page.charts import charts_of, run_curves
 from cohort.report.page.microscope import choose_completions, choose_steps, rank_groups, read_vocabulary
 from cohort.report.page.sections import evaluations, run_state, settings_table, timing
 from cohort.report.page.write import CONTROL, script_json
+from cohort.runs.reader import Run
 from tests.report.made_runs import WORDS, completions, make_run, metrics
 
 HOSTILE = "<script>alert(1)</script></script><!--\u2028\u202e\x1b[31m\x00\u0645\u0631\u062d\u0628\u0627 \ud800&amp;\"'{{ 7*7 }}"
@@ -145,15 +145,15 @@ def test_state_of_a_run(tmp_path: Path, state: str, summary: Any, lock: bool) ->
     folder = make_run(tmp_path / "run", steps=3, summary=summary)
     if lock:
         (folder / "run.lock").write_text("{}")
-    assert run_state(RunHistory.read(folder))[0] == state
-    assert (f"cohort resume {folder} continues it" in run_state(RunHistory.read(folder))[1]) == (state != "complete")
+    assert run_state(Run.read(folder))[0] == state
+    assert (f"cohort resume {folder} continues it" in run_state(Run.read(folder))[1]) == (state != "complete")
 
 
 def test_a_lock_that_cannot_be_read_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(_: Lock) -> bool:
         raise PermissionError
 
-    history = RunHistory.read(make_run(tmp_path / "run", steps=3))
+    history = Run.read(make_run(tmp_path / "run", steps=3))
     monkeypatch.setattr(Lock, "check", check)
     state, words = run_state(history)
     assert (state, "whether a process still trains it is unknown" in words) == ("unknown", True)
@@ -166,7 +166,7 @@ def test_a_locked_run_is_in_progress(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=3)
     with (folder / "run.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert run_state(RunHistory.read(folder)) == ("running", "in progress, after step 3")
+        assert run_state(Run.read(folder)) == ("running", "in progress, after step 3")
 
 
 def test_a_huge_folder_makes_no_huge_page(tmp_path: Path) -> None:
@@ -189,16 +189,16 @@ def test_sizes_stay_in_the_folder_and_end(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "elsewhere" / "big").write_bytes(b"x" * 2_000_000)
     (folder / "best").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (folder / "checkpoints" / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    assert timing(RunHistory.read(folder))["sizes"] == [("checkpoints", "0.0 MB")]
+    assert timing(Run.read(folder))["sizes"] == [("checkpoints", "0.0 MB")]
     monkeypatch.setattr(sections, "MAX_ENTRIES", 1)
     (folder / "evaluations").mkdir()
     for name in "ab":
         (folder / "evaluations" / name).write_bytes(b"x" * 100_000)
-    assert ("evaluations", "more than 0.1 MB") in timing(RunHistory.read(folder))["sizes"]
+    assert ("evaluations", "more than 0.1 MB") in timing(Run.read(folder))["sizes"]
 
 
 def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
-    rows = {row["key"]: row for row in settings_table(RunHistory.read(make_run(tmp_path / "run")))}
+    rows = {row["key"]: row for row in settings_table(Run.read(make_run(tmp_path / "run")))}
     assert rows["rollout.temperature"] == {
         "key": "rollout.temperature",
         "value": "0.7",
@@ -324,8 +324,9 @@ def test_pieces_of_a_sentencepiece_vocabulary() -> None:
 
 def test_steps_are_chosen_for_reasons(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=200, stored={})
-    history = RunHistory.read(folder)
-    history.rollout_steps.update({step: Path("x") for step in range(2, 201, 2)})
+    history = Run.read(folder)
+    for step in range(2, 201, 2):
+        (folder / "rollouts" / f"step-{step}.parquet").touch()
     chosen = {one.number: one.why for one in choose_steps(history, {50: "finding: entropy"}, limit=20)}
     assert list(chosen.items())[:3] == [(200, "last"), (2, "first"), (50, "finding: entropy")]
     assert "highest reward" in chosen.values() or chosen[200] == "last"
@@ -350,7 +351,7 @@ def test_completions_of_a_large_group() -> None:
 
 def test_a_long_run_is_shown_as_means_of_steps(tmp_path: Path) -> None:
     lines = [{"step": step, "reward/mean": float(step)} for step in range(1, 9001)]
-    curves = run_curves(RunHistory.read(make_run(tmp_path / "run", lines=lines, stored={})))
+    curves = run_curves(Run.read(make_run(tmp_path / "run", lines=lines, stored={})))
     assert curves["stride"] == 3
     assert curves["values"]["reward/mean"][:2] == [2, 5]
     assert curves["x"]["step"][:2] == [3, 6]
@@ -377,7 +378,7 @@ def test_packing_keeps_sixteen_bits() -> None:
 def test_findings_are_marked_on_the_curves_that_they_are_about(tmp_path: Path) -> None:
     line = {"step": 1, "reward/mean": 0.5, "kl/k3": 0.1, "tokens/clipped_low_share": 0.1, "length/cut_share": 0.2}
     line |= {"eval/x/reward/mean": 0.5, f"eval/{'y' * 300}/reward/mean": 0.5}
-    history = RunHistory.read(make_run(tmp_path / "run", lines=[line], stored={}, tokenizer=False))
+    history = Run.read(make_run(tmp_path / "run", lines=[line], stored={}, tokenizer=False))
     checks = {check.name: check.metrics for check in CHECKS}
     names = ("kl_fast", "clipped", "end_token", "evaluation_falls")
     found = [Finding(name, Level.NOTE, 4, "better", begin=2, metrics=checks[name]) for name in names]
@@ -458,7 +459,7 @@ def test_replays_are_tables_and_damaged_ones_are_named(tmp_path: Path) -> None:
 
 def test_evaluations_of_the_summary(tmp_path: Path) -> None:
     summary = {"accuracy_before": 0.25, "accuracy_before_interval": [0.2, 0.3], "accuracy_after": 0.5, "x_before": "?"}
-    history = RunHistory.read(make_run(tmp_path / "run", stored={}, summary=summary | {"before": {"a": {"b": 1}}}))
+    history = Run.read(make_run(tmp_path / "run", stored={}, summary=summary | {"before": {"a": {"b": 1}}}))
     rows = evaluations(history)["summary"]
     assert rows == [("accuracy", "0.25 (0.2 to 0.3)", "0.5"), ("a, b", "1", "\N{EN DASH}")]
 

@@ -119,7 +119,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         folder = tmp_path / f"run{seed}"
         folder.mkdir()
         (folder / "config.toml").write_text(f"[run]\nseed = {seed}\n")
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made(seed=seed).metrics))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made(seed=seed).rows))
     output = str(tmp_path / "curves.png")
     runs = [str(tmp_path / "run0"), str(tmp_path / "run1")]
     assert main(["plot", *runs, "--key", "reward/mean", "entropy", "--x", "updates", "--output", output]) == 0

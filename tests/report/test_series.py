@@ -32,7 +32,7 @@ def test_axes():
             *({"time": 10.0 + n} | one for n, one in enumerate(lines, 1)),
         ]
     )
-    run = history([{**line, "step": step} for step, line in enumerate(run.metrics)])
+    run = history([{**line, "step": step} for step, line in enumerate(run.rows)])
     assert positions(run, "step") == {0: 0, 1: 1, 2: 2, 3: 3, 4: 4}
     assert positions(run, "updates") == {0: 0, 1: 1, 2: 2, 3: 3, 4: 6}
     assert positions(run, "tokens") == {0: 0, 1: 100, 2: 200, 3: 300, 4: 600}

@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from cohort.errors import CohortError
-from cohort.report.history import RunHistory
 from cohort.report.plot import Look, figure, save
-from cohort.report.series import AXES, Group, curve, grouped, over_seeds
+from cohort.report.series import Group, curve, grouped, over_seeds
 from cohort.report.verdict import common_metrics, conclusions, evaluated_at, per_prompt, value_at, verdict, verdicts
+from cohort.runs.reader import AXES, Run
 from tests.report.made import history, rewards
 
 KEY = "eval/reward/mean"
@@ -67,7 +67,7 @@ def test_two_seeds_rarely_claim_anything():
 
 def test_other_seeds_are_not_paired():
     a, b = ended("A", [0.5, 0.6, 0.7]), ended("B", [0.9, 1.0])
-    b = group("B", [history(run.metrics, seed=seed) for seed, run in enumerate(b.runs, 7)])
+    b = group("B", [history(run.rows, seed=seed) for seed, run in enumerate(b.runs, 7)])
     found = verdict(a, b, "updates")
     # Welch: variances of the means 0.01 / 3 and 0.005 / 2, degrees of freedom 2.88, rounded down.
     assert found.low == pytest.approx(0.35 - 4.302653 * math.sqrt(0.01 / 3 + 0.005 / 2))
@@ -124,7 +124,7 @@ def test_an_earlier_budget_at_which_all_were_evaluated():
     )
     pair = [group(label, [history(lines)]) for label, lines in (("A", a), ("B", b))]
     assert verdict(*pair, "seconds").metric == "reward/mean"
-    pair[0].runs[0].metrics[12][KEY] = 0.5  # at 34.7 seconds, 3.7% before B's
+    pair[0].runs[0].rows[12][KEY] = 0.5  # at 34.7 seconds, 3.7% before B's
     found = verdict(*pair, "seconds")
     assert (found.metric, found.budget, found.difference) == (KEY, 36, pytest.approx(0.06 - 0.5))
 
@@ -144,7 +144,7 @@ def tables(tmp_path):
             mean = sum(value or 0 for value in values) / len(values)
             lines = evaluated([0.0, mean])
             lines[-1] |= {"eval/reward/low": mean - 0.03, "eval/reward/high": mean + 0.03}
-            groups.append(group(label, [history(lines, evaluation_files={(2, ""): file})]))
+            groups.append(group(label, [history(lines, evaluations={(2, ""): file})]))
         return groups
 
     return make
@@ -172,18 +172,18 @@ def test_unscored_prompts_and_prompts_of_one_side_are_left_out(tables):
     a, b = tables([0.5, None, 0.5, 0.5], [0.6, 0.9, 0.8])
     found = verdict(a, b, "updates")
     assert found.difference == pytest.approx(0.2)
-    assert per_prompt(a.runs[0].evaluation_files[2, ""], "reward")[0, "prompt 0"] == 0.5
-    assert math.isnan(per_prompt(a.runs[0].evaluation_files[2, ""], "reward")[1, "prompt 1"])
+    assert per_prompt(a.runs[0].evaluations[2, ""], "reward")[0, "prompt 0"] == 0.5
+    assert math.isnan(per_prompt(a.runs[0].evaluations[2, ""], "reward")[1, "prompt 1"])
 
 
 def test_without_tables_the_logged_intervals_decide(tables):
     a, b = tables([0.5] * 4, [0.6] * 4)
-    b.runs[0].evaluation_files[2, ""].write_bytes(b"PAR1 and nothing")
+    b.runs[0].evaluations[2, ""].write_bytes(b"PAR1 and nothing")
     found = verdict(a, b, "updates")
     half = math.sqrt(2) * 0.03
     assert [found.low, found.high] == pytest.approx([0.1 - half, 0.1 + half])
     assert (found.paired, found.better, found.p_value) == (False, "B", None)
-    del b.runs[0].metrics[-1]["eval/reward/low"]
+    del b.runs[0].rows[-1]["eval/reward/low"]
     found = verdict(a, b, "updates")
     assert (found.difference, found.low, found.better) == (pytest.approx(0.1), None, None)
     assert "(no interval)" in found.text
@@ -195,7 +195,7 @@ def test_training_rewards_of_one_run_each_make_no_model_better():
         group(label, [history(rewards([0.5 + shift + one for one in noise]))])
         for label, shift in (("A", 0), ("B", 0.2))
     ]
-    pair[1].runs[0].metrics[85]["reward/mean"] += 0.2
+    pair[1].runs[0].rows[85]["reward/mean"] += 0.2
     found = verdict(*pair, "updates")
     # The last 20 steps in 10 blocks of 2: nine differ by 0.2 and one by 0.3.
     half = 2.262157 * math.sqrt(0.1 * 0.1 * 0.9 / 9) / math.sqrt(10)
@@ -298,7 +298,7 @@ def test_hostile_numbers(tmp_path):
             folder = tmp_path / f"{side}{trial}"
             folder.mkdir()
             (folder / "metrics.jsonl").write_text("".join(lines))
-            runs.append(RunHistory.read(folder))
+            runs.append(Run.read(folder))
         groups = grouped(runs)
         json.dumps([asdict(one) for one in verdicts(groups)], allow_nan=False)
         for key, axis in itertools.product(["reward/mean", KEY], AXES):

@@ -50,16 +50,16 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
         json_output: Print one JSON object instead of text.
     """
     from cohort.report.diagnosis import Diagnosis, Level, not_run, worst
-    from cohort.report.history import RunHistory
     from cohort.report.words import one_line
     from cohort.runs.durable import as_json
+    from cohort.runs.reader import Run
 
-    history = RunHistory.read(run)
+    history = Run.read(run)
     diagnosis = Diagnosis(history.settings)
-    said = [finding for metrics in history.metrics for finding in diagnosis.step(metrics)]
+    said = [finding for metrics in history.rows for finding in diagnosis.step(metrics)]
     silent = not_run(history.keys())
     alarm = worst(diagnosis.findings) is Level.ALARM
-    steps = [metrics for metrics in history.metrics if "updates" in metrics]
+    steps = [metrics for metrics in history.rows if "updates" in metrics]
     health = diagnosis.health or "no step yet"
     if json_output:
         findings = [finding.as_json() for finding in diagnosis.findings]
@@ -137,14 +137,14 @@ def plot(
         separate: Draw each seed for itself.
         bare: Leave out the note on lines and bands.
     """
-    from cohort.report.history import RunHistory
     from cohort.report.plot import Look, check_output, figure, save
+    from cohort.runs.reader import Run
 
     if not runs:
         raise ConfigError("cohort plot needs a run folder: cohort plot RUN --output curves.png")
     path = check_output(output)
     look = Look(x, smooth, log, theme, separate, _size(size), title, bare)
-    save(figure([RunHistory.read(run) for run in runs], key, look), path, look)
+    save(figure([Run.read(run) for run in runs], key, look), path, look)
     print(f"{path} is written")
 
 

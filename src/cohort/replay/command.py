@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from cohort.config import GRPOConfig, hidden_settings, load_config, parse_settings
-from cohort.config.of_run import only_settings
 from cohort.errors import CohortError, NonFiniteError, RunFolderError
 from cohort.flags import ReplayFlags
 from cohort.objective import Objective, soft_overlong_punishment, try_user_functions
@@ -27,9 +26,9 @@ from cohort.replay import compare, weights
 from cohort.replay.compare import Pair, Settings, coefficients_of, laid_out
 from cohort.replay.stored import Known, Stored, read_step
 from cohort.replay.weights import Before
-from cohort.report.history import stored_rollouts
 from cohort.report.words import cause_words, fine_share, one_line
 from cohort.runs.durable import as_json, write_atomically
+from cohort.runs.reader import Run, only_settings
 from cohort.runs.reading import steps_of
 from cohort.runs.trust import check_code, check_files
 
@@ -246,7 +245,7 @@ def settings_of(stored: Stored, objective: Objective) -> Settings:
 
 
 def _last_step(folder: Path) -> int:
-    if steps := stored_rollouts(folder):
+    if steps := Run(folder).rollouts:
         return max(steps)
     raise RunFolderError(f"{folder} has no rollouts: set report.log_completions = true for the next run")
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from cohort.config import GRPOConfig
 from cohort.errors import RunFolderError
-from cohort.report.history import stored_rollouts
 from cohort.report.rollouts import StoredStep
 from cohort.rewards.runner import Scores
+from cohort.runs.reader import Run
 from cohort.runs.reading import damage_named
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Support, Turn
 
@@ -190,7 +190,7 @@ def read_step(run: Path, step: int, config: GRPOConfig) -> Stored:
 
 
 def _what_there_is(run: Path) -> str:
-    steps = list(stored_rollouts(run))
+    steps = list(Run(run).rollouts)
     if not steps:
         return (
             "no step is stored; set report.log_completions = true for the next run, and see report.store_steps and "

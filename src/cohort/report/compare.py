@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from cohort.errors import RunFolderError
-from cohort.report.history import RunHistory, flat
 from cohort.runs.checkpoints import LOOP, saved_identity
 from cohort.runs.models import read_tensors
+from cohort.runs.reader import Run, flat
 from cohort.runs.reading import damage_named, read_object
 
 SAMPLED = ("prompts/", "completions/", "length/", "episodes/", "rollout/")
@@ -46,13 +46,13 @@ class Difference:
         return f"step {self.step}, {self.quantity}: {self.detail}"
 
 
-def read_whole(path: str | Path) -> RunHistory:
+def read_whole(path: str | Path) -> Run:
     """The run in a folder, none of whose files is damaged.
 
     Raises:
         RunFolderError: it is not a run folder, or a file of it cannot be read.
     """
-    run = RunHistory.read(path)
+    run = Run.read(path)
     if run.damaged:
         raise RunFolderError(f"{run.path} is damaged: {run.damaged[0]}")
     if not run.settings:
@@ -60,14 +60,14 @@ def read_whole(path: str | Path) -> RunHistory:
     return run
 
 
-def differences(a: RunHistory, b: RunHistory) -> Iterator[Difference]:
+def differences(a: Run, b: Run) -> Iterator[Difference]:
     """The differences of what both runs have, in the order in which it was computed. Checkpoints of a stop
     in an evaluation are left out.
 
     Raises:
         RunFolderError: a file cannot be read.
     """
-    rollouts, evaluations = _common(a.rollout_steps, b.rollout_steps), _common(a.evaluation_files, b.evaluation_files)
+    rollouts, evaluations = _common(a.rollouts, b.rollouts), _common(a.evaluations, b.evaluations)
     checkpoints = _common(a.checkpoints, b.checkpoints)
     checkpoints = {step: pair for step, pair in checkpoints.items() if not any(map(_before_its_evaluation, pair))}
     metrics = _common(_by_step(a), _by_step(b))
@@ -85,7 +85,7 @@ def differences(a: RunHistory, b: RunHistory) -> Iterator[Difference]:
     yield from _ends(a, b, max(steps, default=0))
 
 
-def only_in(a: RunHistory, b: RunHistory) -> list[str]:
+def only_in(a: Run, b: Run) -> list[str]:
     """What the first run has and the second lacks. Files of steps that the second has not made are left out."""
     made, others = _by_step(b), _tables_of(b)
     more = [step for step in sorted(_by_step(a)) if step not in made]
@@ -95,18 +95,18 @@ def only_in(a: RunHistory, b: RunHistory) -> list[str]:
     return found + [name for name in ("best", "summary.json") if (a.path / name).exists() > (b.path / name).exists()]
 
 
-def changed_settings(a: RunHistory, b: RunHistory) -> list[tuple[str, str]]:
+def changed_settings(a: Run, b: Run) -> list[tuple[str, str]]:
     """Settings that differ, with both values."""
     changed = _changed(a.flat_settings(), b.flat_settings())
     return [(key, text) for key, text in changed if not key.endswith(OF_THE_PLACE)]
 
 
-def changed_facts(a: RunHistory, b: RunHistory) -> list[tuple[str, str]]:
+def changed_facts(a: Run, b: Run) -> list[tuple[str, str]]:
     """Recorded facts about data, functions and versions that differ, with both values."""
     return _changed(_facts(a), _facts(b))
 
 
-def last_step(a: RunHistory, b: RunHistory) -> int:
+def last_step(a: Run, b: Run) -> int:
     """The last step with metrics in both runs; 0 without any."""
     return max(_common(_by_step(a), _by_step(b)), default=0)
 
@@ -122,7 +122,7 @@ def _spans(steps: Sequence[int]) -> str:
     return ", ".join(str(one) if one == last else f"{one} to {last}" for one, last in zip(begins, ends, strict=True))
 
 
-def _ends(a: RunHistory, b: RunHistory, step: int) -> Iterator[Difference]:
+def _ends(a: Run, b: Run, step: int) -> Iterator[Difference]:
     """The differences of the best models and of the summaries: only of runs that have made the same steps."""
     if max(_by_step(a), default=0) != max(_by_step(b), default=0):
         return
@@ -138,20 +138,20 @@ def _ends(a: RunHistory, b: RunHistory, step: int) -> Iterator[Difference]:
         yield from (Difference(step, f"summary: {key}", text) for key, text in _changed(*pair))
 
 
-def _tables_of(run: RunHistory) -> dict[str, int]:
+def _tables_of(run: Run) -> dict[str, int]:
     """The steps of the tables, by name."""
-    evaluations = ((path, step) for (step, _), path in run.evaluation_files.items())
-    files = [*((path, step) for step, path in run.rollout_steps.items()), *evaluations]
+    evaluations = ((path, step) for (step, _), path in run.evaluations.items())
+    files = [*((path, step) for step, path in run.rollouts.items()), *evaluations]
     return {str(path.relative_to(run.path)): step for path, step in files}
 
 
-def _facts(run: RunHistory) -> dict[str, str]:
+def _facts(run: Run) -> dict[str, str]:
     """What the newest checkpoint records besides the settings, such as the hash of the prompts."""
     return dict(saved_identity(run.checkpoints[max(run.checkpoints)])) if run.checkpoints else {}
 
 
-def _by_step(run: RunHistory) -> dict[int, dict[str, Any]]:
-    return {line["step"]: line for line in run.metrics}
+def _by_step(run: Run) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in run.rows}
 
 
 def _table(path: Path) -> dict[str, Any]:

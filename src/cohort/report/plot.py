@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cohort.errors import ConfigError
-from cohort.report.history import RunHistory
-from cohort.report.series import AXES, Curve, check_key, common_window, curve, grouped, means_of_groups, words_for
+from cohort.report.series import Curve, check_key, common_window, curve, grouped, means_of_groups, words_for
+from cohort.runs.reader import AXES, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +53,7 @@ class Look:
     """Without the note below that says what lines and bands are."""
 
 
-def figure(runs: Sequence[RunHistory], keys: Sequence[str], look: Look | None = None) -> Figure:
+def figure(runs: Sequence[Run], keys: Sequence[str], look: Look | None = None) -> Figure:
     """Draw metrics of runs, a panel for each.
 
     Runs with equal settings apart from the seed are one line, their mean, with a band; their own curves are behind it.
@@ -115,7 +115,7 @@ def check_output(path: str | Path) -> Path:
     return path
 
 
-def _panel(runs: Sequence[RunHistory], key: str, look: Look) -> list[tuple[Curve, list[Curve]]]:
+def _panel(runs: Sequence[Run], key: str, look: Look) -> list[tuple[Curve, list[Curve]]]:
     """A curve for each group, and those of its runs."""
     window = look.window or common_window(runs, key)
     groups = grouped(runs)
@@ -128,7 +128,7 @@ def _panel(runs: Sequence[RunHistory], key: str, look: Look) -> list[tuple[Curve
     return means_of_groups(groups, key, look.axis, window)
 
 
-def _own_label(run: RunHistory, label: str, runs: int) -> str:
+def _own_label(run: Run, label: str, runs: int) -> str:
     return f"{label}, seed {run.flat_settings().get('run.seed')}" if runs > 1 else label
 
 

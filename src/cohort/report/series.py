@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cohort.errors import ConfigError
-from cohort.report.history import RunHistory
+from cohort.runs.reader import Run
 from cohort.statistics import t_quantile
 
 # ----------------------------------------
@@ -171,18 +171,6 @@ def window_for(points: int) -> int:
     return min(points // 10, MAX_WINDOW) | 1 if points >= 30 else 1
 
 
-AXES = {
-    "step": "step",
-    "updates": "optimizer updates",
-    "tokens": "drawn tokens",
-    "seconds": "training time, seconds",
-    "time": "time (UTC)",
-}
-"""What a curve can be drawn over, and the label of the axis. ``tokens``, ``updates`` and ``seconds`` are sums from the
-start of the run. ``seconds`` is that of the steps, without evaluations, writing, and pauses between a stop and a
-resume. ``time`` is the Unix time in seconds."""
-MAX_TIME = 2.5e11
-"""Times are before the year 9892; calendars end in 9999."""
 MAX_PROMPTS = 1e6
 """Prompts of a step; with more, the interval is as if there were so many."""
 Z = NormalDist().inv_cdf(0.975)
@@ -231,7 +219,7 @@ class Group:
 
     label: str
     """What distinguishes the group from the others: "learning_rate 1e-05"; else the name of the folder."""
-    runs: tuple[RunHistory, ...]
+    runs: tuple[Run, ...]
     differs: dict[str, Any]
     """The settings that are not equal in all groups, with the values of this one; "absent" where there is none."""
 
@@ -241,7 +229,7 @@ class Group:
         return [run.flat_settings().get("run.seed") for run in self.runs]
 
 
-def grouped(runs: Sequence[RunHistory]) -> list[Group]:
+def grouped(runs: Sequence[Run]) -> list[Group]:
     """Put runs together that have equal settings apart from the seed and from settings that do not change what is
     learned (names and places, report, ranks). Runs without settings stay alone, and so does a run of a group that has
     its seed already. Groups are in the order of their first runs.
@@ -261,7 +249,7 @@ def grouped(runs: Sequence[RunHistory]) -> list[Group]:
     return [Group(*parts) for parts in zip(labels, map(tuple, members), differs, strict=True)]
 
 
-def _compared(run: RunHistory) -> dict[str, Any]:
+def _compared(run: Run) -> dict[str, Any]:
     """The settings that runs of a group share, and the hash of the code, which is no setting."""
     kept = {
         key: value
@@ -272,7 +260,7 @@ def _compared(run: RunHistory) -> dict[str, Any]:
     return kept | ({"code": facts["code"]} if kept and isinstance(facts, dict) and "code" in facts else {})
 
 
-def _labels(differs: Sequence[Mapping[str, Any]], members: Sequence[Sequence[RunHistory]]) -> list[str]:
+def _labels(differs: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Run]]) -> list[str]:
     """What differs, if that is short and distinguishes the groups; else the names of the folders."""
     names = [one[0].path.resolve().name + (f" and {len(one) - 1} more" if len(one) > 1 else "") for one in members]
     texts = [", ".join(f"{key.rpartition('.')[2]} {_short(value)}" for key, value in one.items()) for one in differs]
@@ -288,7 +276,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 30 else f"...{text[-27:]}"
 
 
-def check_key(runs: Sequence[RunHistory], key: str) -> None:
+def check_key(runs: Sequence[Run], key: str) -> None:
     """Check that some run has a metric.
 
     Raises:
@@ -306,48 +294,12 @@ def check_key(runs: Sequence[RunHistory], key: str) -> None:
     raise ConfigError(f"no run has the metric {key!r}; {named}")
 
 
-@lru_cache(maxsize=32)
-def positions(run: RunHistory, axis: str) -> Mapping[int, float]:
-    """Where each step ends on an axis. Steps whose line is damaged or missing count like the next one; a step without
-    the numbers counts like the one before. Empty if no step has them.
-
-    ``updates`` are optimizer steps: minibatches without those whose gradient was 0. ``tokens`` are all sampled tokens:
-    ``tokens_per_second * seconds/step``.
-
-    Raises:
-        ConfigError: the axis is unknown.
-    """
-    if axis not in AXES:
-        raise ConfigError(f"unknown axis {axis!r}: expected one of {', '.join(AXES)}")
-    if axis == "step":
-        return {line["step"]: float(line["step"]) for line in run.metrics}
-    if axis == "time":
-        times = ((line["step"], line.get("time")) for line in run.metrics)
-        return {step: round(time, 6) for step, time in times if time is not None and 0 <= time < MAX_TIME}
-    found, total, before, known = {}, 0.0, 0, None
-    for line in run.metrics:
-        step = line["step"]
-        given = _increment(line, axis)
-        known = known if given is None else max(0.0, round(given, 6))  # so that distances are 0 or not tiny
-        if step and known is not None:
-            total += known * (step - before)
-            before = step
-        if not step or known is not None:
-            found[step] = total
-    return found if known is not None else {}
+def positions(run: Run, axis: str) -> Mapping[int, float]:
+    """Where each step ends on an axis (``Run.axis``); steps without a place are left out."""
+    return {row["step"]: x for row, x in zip(run.rows, run.axis(axis).tolist(), strict=True) if not math.isnan(x)}
 
 
-def _increment(line: Mapping[str, Any], axis: str) -> float | None:
-    if axis == "seconds":
-        return line.get("seconds/step")
-    if axis == "updates":
-        updates = line.get("updates")
-        return None if updates is None else updates - (line.get("updates_skipped") or 0)
-    rate, seconds = line.get("tokens_per_second"), line.get("seconds/step")
-    return None if rate is None or seconds is None else float(round(rate * seconds))
-
-
-def curve(run: RunHistory, key: str, axis: str = "step", window: int = 1, label: str = "") -> Curve:
+def curve(run: Run, key: str, axis: str = "step", window: int = 1, label: str = "") -> Curve:
     """A metric of a run.
 
     Args:
@@ -377,8 +329,8 @@ def curve(run: RunHistory, key: str, axis: str = "step", window: int = 1, label:
     return _with_interval(made, run)
 
 
-def _with_interval(made: Curve, run: RunHistory) -> Curve:
-    lines = {line["step"]: line for line in run.metrics}
+def _with_interval(made: Curve, run: Run) -> Curve:
+    lines = {line["step"]: line for line in run.rows}
     found = [interval(lines[step], made.key) for step in made.steps]
     low, high = [one[0] if one else None for one in found], [one[1] if one else None for one in found]
     words = next((one[2] for one in found if one), "")
@@ -469,7 +421,7 @@ def means_of_groups(
     return [(over_seeds(some, group.label), some) for group, some in zip(groups, curves, strict=True)]
 
 
-def common_window(runs: Iterable[RunHistory], key: str) -> int:
+def common_window(runs: Iterable[Run], key: str) -> int:
     """A window that suits the shortest curve of several runs: a longer one would draw numbers that a short run never
     had. Runs without the metric do not count."""
     return window_for(min((count for run in runs if (count := len(run.series(key)[0]))), default=0))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations, groupby
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,17 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from cohort.report.history import MAX_NUMBER, RunHistory, default_settings
+from cohort.config import GRPOConfig, to_toml
 from cohort.report.series import Group, interval, parts_of, positions
+from cohort.runs.reader import MAX_NUMBER, Run, flat
 from cohort.statistics import Estimate, Floats, compare, paired_t, welch_t
+
+
+@cache
+def default_settings() -> Mapping[str, Any]:
+    """The default of every setting by ``section.key``, as ``config.toml`` writes it."""
+    return dict(flat(tomllib.loads(to_toml(GRPOConfig()))))
+
 
 # ----------------------------------------
 # What the runs of two groups tell about a difference between them, at one budget: over seeds, over the evaluation's
@@ -45,7 +55,7 @@ class Pair:
     budget: float
     confidence: float
 
-    def one_run_each(self) -> tuple[RunHistory, RunHistory]:
+    def one_run_each(self) -> tuple[Run, Run]:
         """Runs with the same seed if there are some, else the first ones."""
         by_seed = {repr(seed): run for seed, run in zip(self.a.seeds, self.a.runs, strict=True)}
         pairs = [
@@ -121,7 +131,7 @@ def _over_prompts(pair: Pair, key: str) -> Evidence | None:
     if len(steps) < 2:
         return None
     name, column = parts_of(key)
-    files = [run.evaluation_files.get((step, name)) for run, step in zip(runs, steps, strict=True)]
+    files = [run.evaluations.get((step, name)) for run, step in zip(runs, steps, strict=True)]
     a, b = (per_prompt(file, column) if file else {} for file in files)
     shared = [prompt for prompt in a if prompt in b]
     caveat = "One run each: another seed may turn out otherwise."
@@ -131,7 +141,7 @@ def _over_prompts(pair: Pair, key: str) -> Evidence | None:
         basis = f"one run each, paired over {len(shared):,} evaluation prompts"
         shown = found.shown(pair.confidence)
         return Evidence(found.difference, found.p_value, "prompts", len(shared), True, shown, basis, caveat)
-    lines = [next(line for line in run.metrics if line["step"] == step) for run, step in zip(runs, steps, strict=True)]
+    lines = [next(line for line in run.rows if line["step"] == step) for run, step in zip(runs, steps, strict=True)]
     first, second = (interval(line, key) for line in lines)
     mean = lines[1][key] - lines[0][key]
     if first is None or second is None:
@@ -167,7 +177,7 @@ def _over_blocks(pair: Pair, key: str) -> Evidence | None:
     return Evidence(estimate, p_value, "blocks of steps", len(differences), True, shown, basis, caveat)
 
 
-def value_at(run: RunHistory, key: str, axis: str, budget: float) -> float | None:
+def value_at(run: Run, key: str, axis: str, budget: float) -> float | None:
     """A metric of a run when it had spent a budget. Of an evaluation: that of ``evaluated_at``. Of the training: the
     mean over the last ``LAST_PART`` of the budget. None without values there."""
     if key.startswith("eval/"):
@@ -177,7 +187,7 @@ def value_at(run: RunHistory, key: str, axis: str, budget: float) -> float | Non
     return float(values.mean()) if len(values) else None
 
 
-def evaluated_at(run: RunHistory, key: str, axis: str, budget: float) -> int | None:
+def evaluated_at(run: Run, key: str, axis: str, budget: float) -> int | None:
     """The step of the evaluation nearest to a budget; None if it is more than ``NEAR`` of the budget away."""
     places = positions(run, axis)
     near = [(abs(places[step] - budget), step) for step in run.series(key)[0] if step in places]
@@ -207,7 +217,7 @@ def _excludes_zero(estimate: Estimate) -> bool:
     return estimate.low > 0 or estimate.high < 0
 
 
-def _last_part(run: RunHistory, key: str, axis: str, budget: float) -> tuple[Floats, Floats]:
+def _last_part(run: Run, key: str, axis: str, budget: float) -> tuple[Floats, Floats]:
     places = positions(run, axis)
     pairs = [(places[step], value) for step, value in zip(*run.series(key), strict=True) if step in places]
     kept = [(x, value) for x, value in pairs if (1 - LAST_PART) * budget < x <= budget]
@@ -263,7 +273,7 @@ def unequal_training(pair: Pair) -> list[str]:
     return _unequal(runs, [key for key in keys if not key.startswith(NOT_OF_REWARDS)])
 
 
-def same_rewards(runs: Iterable[RunHistory]) -> bool:
+def same_rewards(runs: Iterable[Run]) -> bool:
     """Whether all runs have the same reward functions with the same weights."""
     return not _unequal(list(runs), ["reward.functions", "reward.weights"])
 
@@ -271,22 +281,22 @@ def same_rewards(runs: Iterable[RunHistory]) -> bool:
 def _stored_prompts(pair: Pair, key: str, name: str) -> list[set[Any]]:
     """The prompts of stored evaluations near the budget, of one run of each side; empty unless both have some."""
     steps = ((run, evaluated_at(run, key, pair.axis, pair.budget)) for run in pair.one_run_each())
-    files = [run.evaluation_files.get((step, name)) for run, step in steps if step is not None]
+    files = [run.evaluations.get((step, name)) for run, step in steps if step is not None]
     found = [{prompt for _, prompt in per_prompt(file, parts_of(key)[1])} for file in files if file]
     return found if len(found) == 2 and all(found) else []
 
 
-def _settings(run: RunHistory) -> dict[str, Any]:
+def _settings(run: Run) -> dict[str, Any]:
     """The settings by name, with the defaults of those that are missing."""
     return {**default_settings(), **run.flat_settings()}
 
 
-def _sampling(run: RunHistory, name: str) -> Any:
+def _sampling(run: Run, name: str) -> Any:
     settings = _settings(run)
     return settings.get(f"eval.{name}_eval", settings.get(f"rollout.{name}"))
 
 
-def _unequal(runs: Sequence[RunHistory], names: Iterable[str]) -> list[str]:
+def _unequal(runs: Sequence[Run], names: Iterable[str]) -> list[str]:
     """Those of some settings, or tables of settings, that are not equal in all runs."""
     tables = [_settings(run) for run in runs]
     return [name for name in names if len({repr(_part(table, name)) for table in tables}) > 1]

@@ -15,11 +15,10 @@ from typing import Any, Literal
 from cohort import terminal
 from cohort.lock import holder, is_written
 from cohort.report.console.live import Live, is_live_terminal, newest_checkpoint
-from cohort.report.console.progress import RunState, step_line
-from cohort.report.console.tail import Tail, read_starts
+from cohort.report.console.progress import RunState, starts_of, step_line
 from cohort.report.console.view import Moment, as_plain, hanging, view
-from cohort.report.history import DAMAGE, json_object, read_file, run_folder
 from cohort.report.words import clean, duration
+from cohort.runs.reader import Run
 from cohort.runs.starts import how_to_continue
 
 LOOK_SECONDS = 0.5
@@ -44,28 +43,27 @@ class Watched:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = run_folder(folder)
+        self.run = Run.read(folder)
+        self.folder = self.run.path
         self.state = RunState(self.folder)
-        self._tail = Tail(self.folder / "metrics.jsonl")
         self._locked: bool | None = None
         self._looked_at = -LOCK_SECONDS
 
     def look(self) -> tuple[list[dict[str, Any]], list[str]]:
         """The metrics that are new since the last look, and what there is to say of them. When the run was resumed, its
         file is another one: then all of it is new."""
-        replaced, lines = self._tail.read()
+        replaced, lines = self.run.refresh()
         if replaced:
             self.state = RunState(self.folder)
         if replaced or lines:
-            self.state.progress.starts, self.state.progress.steps = read_starts(self.folder)
+            self.state.progress.starts, self.state.progress.steps = starts_of(self.run)
         return lines, [text for metrics in lines for text in self.state.add(metrics)]
 
     @property
     def end(self) -> str:
         """What the summary of a complete run says; empty while there is none."""
-        try:
-            summary = json_object(read_file(self.folder, "summary.json").decode())
-        except DAMAGE:
+        summary = self.run.summary
+        if summary is None:
             return ""
         steps, seconds = summary.get("steps"), summary.get("seconds")
         early = ", stopped early" if summary.get("stopped_early") else ""

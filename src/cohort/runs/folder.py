@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from cohort.config import GRPOConfig, load_config, to_toml
-from cohort.config.of_run import only_settings, was_started
 from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
 from cohort.lock import LOCK, Lock
@@ -52,6 +51,7 @@ from cohort.runs.checkpoints import (
 )
 from cohort.runs.durable import append_line, as_json, write_atomically
 from cohort.runs.journal import StoredRollout, encode_rollout, load_rollout
+from cohort.runs.reader import only_settings, was_started
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
 from cohort.runs.starts import STARTS, WRITTEN, Start, clear, last_facts, last_start
 from cohort.runs.tables import write_table

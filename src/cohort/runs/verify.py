@@ -12,13 +12,13 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from cohort.config.of_run import only_settings
 from cohort.errors import RunFolderError
 from cohort.lock import Lock
 from cohort.runs.checkpoints import check_checkpoint
 from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
 from cohort.runs.journal import load_rollout
+from cohort.runs.reader import only_settings
 from cohort.runs.reading import DAMAGE, parse_metrics
 from cohort.runs.trust import check_files
 

@@ -8,10 +8,10 @@ from typing import Any
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # transformers requires it
 
 from cohort.config import GRPOConfig
-from cohort.report.console.progress import finding_text, settings_of
-from cohort.report.console.tail import Tail
+from cohort.report.console.progress import finding_text
 from cohort.report.diagnosis import Diagnosis, why_no_gradient
 from cohort.runs.folder import RunFolder
+from cohort.runs.reader import Run
 from cohort.trl.config import FIELDS, RENAMED, Batch
 from cohort.trl.translate import UNUSED_KEYS, in_trl_terms
 
@@ -139,10 +139,10 @@ class Findings:
     """
 
     def __init__(self, folder: RunFolder | None) -> None:
-        self._diagnosis = Diagnosis(settings_of(folder.path)) if folder else None
+        self._diagnosis = Diagnosis(Run(folder.path).settings) if folder else None
         self._warned = False
         if self._diagnosis and folder:
-            for metrics in Tail(folder.path / "metrics.jsonl").everything():
+            for metrics in Run(folder.path).rows:
                 self._diagnosis.step_or_log(metrics)
 
     def show(self, metrics: Mapping[str, Any]) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from cohort.report.console.live import JOIN_SECONDS, Live, is_live_terminal
-from cohort.report.console.progress import RunProgress, RunState, step_line
-from cohort.report.console.tail import Tail, read_starts
+from cohort.report.console.progress import RunProgress, RunState, starts_of, step_line
 from cohort.report.diagnosis import why_no_gradient
 from cohort.report.words import duration
+from cohort.runs.reader import Run
 from cohort.watchdog import waits_of
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class StepDisplay:
         self._steps, self._enabled = steps, enabled
         self._warned = False
         self._state = RunState(folder, steps)
-        self._tail = Tail(folder / "metrics.jsonl") if folder else None
-        if folder:
-            self._state.progress.starts = read_starts(folder)[0]
+        self._run = Run(folder) if folder else None
+        if self._run:
+            self._state.progress.starts = starts_of(self._run)[0]
             self._catch_up()
         self._live: Live | None = None
         self._thread: threading.Thread | None = None
@@ -113,12 +113,12 @@ class StepDisplay:
     def _catch_up(self, before: int | None = None) -> None:
         """Take the steps of the folder that this process has not shown: those before it was resumed and, with the first
         step, the evaluation before it."""
-        if self._tail:
-            for metrics in self._tail.everything():
+        if self._run:
+            for metrics in self._run.refresh()[1]:
                 if before is None or metrics["step"] < before:
                     self._state.add(metrics)
         if before is not None:
-            self._tail = None
+            self._run = None
 
     def _left(self) -> str:
         """The time left, in words; empty at the end, and without a step to go by."""

@@ -28,8 +28,8 @@ from cohort.errors import RunFolderError
 from cohort.report.console.progress import RunState
 from cohort.report.console.screen import Keys, Printed, Screen
 from cohort.report.console.view import NARROW, Moment, ShownGroup, StoredGroups, group_view, hanging, newest_file, view
-from cohort.report.history import stored_checkpoints
 from cohort.report.words import clean
+from cohort.runs.reader import Run
 
 TICK = 0.25
 """Seconds between two pictures."""
@@ -284,7 +284,7 @@ class Live:
 
 def newest_checkpoint(folder: Path | None) -> int | None:
     """The step of the newest checkpoint in a run folder; None: there is none."""
-    return max(stored_checkpoints(folder), default=None) if folder else None
+    return max(Run(folder).checkpoints, default=None) if folder else None
 
 
 def _terminal_of_input() -> int | None:

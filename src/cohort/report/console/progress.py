@@ -12,9 +12,9 @@ from typing import Any
 
 from cohort.report.diagnosis import Diagnosis, Finding, worst
 from cohort.report.diagnosis.case import number as number_of
-from cohort.report.history import DAMAGE, read_file, toml_table
 from cohort.report.series import parts_of, reward_functions
 from cohort.report.words import PHASES, clean, number, share
+from cohort.runs.reader import MAX_STEP, Run
 
 POINTS = 512
 """Points of a series. A longer one is stored at half the resolution."""
@@ -310,7 +310,7 @@ class RunState:
 
     def __init__(self, folder: Path | None = None, steps: int | None = None) -> None:
         self.folder = folder
-        self.settings = settings_of(folder) if folder else {}
+        self.settings = Run(folder).settings if folder else {}
         self.progress = RunProgress(steps=steps)
         self.is_going = True
         """Whether a process trains it, so that there is a time left."""
@@ -354,12 +354,16 @@ def success_of(settings: dict[str, Any]) -> str:
     return f"{function} >= {number(chosen.get('success_threshold', 1.0), 'g')}" if function else ""
 
 
-def settings_of(folder: Path) -> dict[str, Any]:
-    """The settings in a run folder as nested tables; empty if they cannot be read."""
-    try:
-        return toml_table(read_file(folder, "config.toml").decode())
-    except DAMAGE:
-        return {}
+def starts_of(run: Run) -> tuple[list[int], int | None]:
+    """The steps after which processes started or resumed a run, and the steps of the whole run by the last of them;
+    None: unknown."""
+    after, steps = [], None
+    for start in run.starts:
+        if type(step := start.get("step")) is int:
+            after.append(step)
+        if type(count := start.get("steps")) is int and 0 < count < MAX_STEP:
+            steps = count
+    return after, steps
 
 
 def finding_text(finding: Finding) -> str:

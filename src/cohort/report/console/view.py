@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from cohort.report.console.progress import RunProgress, Series, hint, sparkline
-from cohort.report.history import stored_rollouts
 from cohort.report.series import parts_of
 from cohort.report.words import clean, duration, number, one_line, share
+from cohort.runs.reader import Run
 
 # ----------------------------------------
 # The groups of a step as the live display shows them: prompt, and completions with reward and advantage.
@@ -55,7 +55,7 @@ class ShownGroup:
 
 def newest_file(run: Path) -> Path | None:
     """The table of the newest step in a run folder that is stored; None without one."""
-    found = stored_rollouts(run)
+    found = Run(run).rollouts
     return found[max(found)] if found else None
 
 

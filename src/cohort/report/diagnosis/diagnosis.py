@@ -15,7 +15,7 @@ from cohort.report.diagnosis.finding import Finding, Level, Verdict, health_line
 from cohort.report.words import one_line
 
 if TYPE_CHECKING:
-    from cohort.report.history import RunHistory
+    from cohort.runs.reader import Run
 
 
 # ----------------------------------------
@@ -124,10 +124,10 @@ class Diagnosis:
         self._has_failed = False
 
     @classmethod
-    def of(cls, history: RunHistory, thresholds: ThresholdsConfig | None = None) -> Self:
+    def of(cls, history: Run, thresholds: ThresholdsConfig | None = None) -> Self:
         """The diagnosis of a run so far."""
         made = cls(history.settings, thresholds)
-        for metrics in history.metrics:
+        for metrics in history.rows:
             made.step(metrics)
         return made
 
@@ -245,7 +245,7 @@ def _next(before: Finding, now: Finding) -> Finding:
     )
 
 
-def diagnose(history: RunHistory, thresholds: ThresholdsConfig | None = None) -> list[Finding]:
+def diagnose(history: Run, thresholds: ThresholdsConfig | None = None) -> list[Finding]:
     """All findings of a run, each once and as it is at the end, in the order in which they began."""
     return Diagnosis.of(history, thresholds).findings
 

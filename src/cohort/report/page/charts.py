@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cohort.report.history import RunHistory
 from cohort.report.page.blocks import MAX_KEY
-from cohort.report.series import AXES, interval, positions, reward_functions, window_for
+from cohort.report.series import interval, positions, reward_functions, window_for
+from cohort.runs.reader import AXES, Run
 
 MAX_NUMBERS = 400_000
 """Numbers of all curves together. A longer run is shown as means over several steps."""
@@ -125,9 +125,9 @@ CHARTS = (
 )
 
 
-def run_curves(history: RunHistory) -> dict[str, Any]:
+def run_curves(history: Run) -> dict[str, Any]:
     """The metrics of a run by key, and the axes to draw them over."""
-    lines = history.metrics
+    lines = history.rows
     keys = [key for key in history.keys() if key != "time" and len(key) <= MAX_KEY][:MAX_KEYS]  # noqa: SIM118
     points = max(50, min(MAX_POINTS, MAX_NUMBERS // max(1, len(keys))))
     stride = -(-len(lines) // points) or 1
@@ -148,11 +148,11 @@ def run_curves(history: RunHistory) -> dict[str, Any]:
     }
 
 
-def _interval(history: RunHistory, key: str) -> dict[str, list[float | None]] | None:
+def _interval(history: Run, key: str) -> dict[str, list[float | None]] | None:
     """The interval of a metric in each step; None if the run does not log what it takes."""
     if not (key == "reward/mean" or history.series(f"{key}_se")[0]):
         return None
-    found = [interval(line, key) for line in history.metrics]
+    found = [interval(line, key) for line in history.rows]
     if not any(found):
         return None
     return {

@@ -7,12 +7,12 @@ from itertools import islice
 from typing import Any
 
 from cohort.report.diagnosis import Diagnosis
-from cohort.report.history import RunHistory
 from cohort.report.page.blocks import MAX_KEY, short
 from cohort.report.page.charts import CHARTS, Chart, evaluated_charts, rounded
 from cohort.report.page.sections import MAX_ROWS, number, run_state
-from cohort.report.series import AXES, Curve, Group, common_window, grouped, means_of_groups, reward_functions
+from cohort.report.series import Curve, Group, common_window, grouped, means_of_groups, reward_functions
 from cohort.report.verdict import conclusions, verdicts
+from cohort.runs.reader import AXES, Run
 
 SHOWN_AXES = ("step", "updates", "tokens", "seconds")
 MAX_POINTS = 400
@@ -21,7 +21,7 @@ MAX_GROUPS = 12
 """Curves of a chart; more cannot be told apart."""
 
 
-def compared(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], dict[str, Any]]:
+def compared(histories: Sequence[Run]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the template and the scripts of the comparison need."""
     groups = grouped(histories)
     found = verdicts(groups)
@@ -38,7 +38,7 @@ def compared(histories: Sequence[RunHistory]) -> tuple[dict[str, Any], dict[str,
     return content, data
 
 
-def _summary(run: RunHistory) -> dict[str, str]:
+def _summary(run: Run) -> dict[str, str]:
     """A run in a row of the table."""
     _, words = run_state(run)
     _, rewards = run.series("reward/mean")
@@ -61,7 +61,7 @@ def _differences(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def _charts(groups: Sequence[Group], histories: Sequence[RunHistory]) -> list[dict[str, Any]]:
+def _charts(groups: Sequence[Group], histories: Sequence[Run]) -> list[dict[str, Any]]:
     """A chart for each metric that some run has, with a curve for each group on every axis."""
     keys = list(dict.fromkeys(key for run in histories for key in run.keys() if len(key) <= MAX_KEY))  # noqa: SIM118
     evaluated = evaluated_charts(keys)

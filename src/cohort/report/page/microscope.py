@@ -15,9 +15,9 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from cohort.errors import RunFolderError
-from cohort.report.history import RunHistory
 from cohort.report.page.blocks import NO_CAUSE, clipped, pack
 from cohort.report.rollouts import StoredStep
+from cohort.runs.reader import Run
 
 # ----------------------------------------
 # The texts of tokens, from ``tokenizer.json``. The file is read as data: no tokenizer is made, no code is run.
@@ -47,7 +47,7 @@ class Vocabulary:
         }
 
 
-def find_vocabulary(history: RunHistory) -> Vocabulary | None:
+def find_vocabulary(history: Run) -> Vocabulary | None:
     """The tokenizer beside the run's newest model; None if no saved model has a ``tokenizer.json`` that can be read."""
     folders = [*reversed(history.checkpoints.values()), history.path / "best", history.path]
     root = history.path.resolve()
@@ -138,7 +138,7 @@ class Chosen:
     why: str
 
 
-def choose_steps(history: RunHistory, begins: Mapping[int, str], limit: int = MAX_STEPS) -> list[Chosen]:
+def choose_steps(history: Run, begins: Mapping[int, str], limit: int = MAX_STEPS) -> list[Chosen]:
     """Steps with stored completions, the most telling first: the last, the first, those at which findings begin, those
     with the extremes of some metrics, then steps at even distances.
 
@@ -147,15 +147,15 @@ def choose_steps(history: RunHistory, begins: Mapping[int, str], limit: int = MA
         begins: steps at which findings begin, and which.
         limit: how many steps.
     """
-    stored = list(history.rollout_steps)
+    stored = list(history.rollouts)
     if not stored:
         return []
     found: dict[int, str] = {stored[-1]: "last", stored[0]: "first"}
     for step, words in begins.items():
-        if step in history.rollout_steps:
+        if step in history.rollouts:
             found.setdefault(step, words)
     for key, words in (("reward/mean", "reward"), ("grad_norm", "gradient norm"), ("update_kl", "update KL")):
-        pairs = [(v, s) for s, v in zip(*history.series(key), strict=True) if s in history.rollout_steps]
+        pairs = [(v, s) for s, v in zip(*history.series(key), strict=True) if s in history.rollouts]
         if pairs and min(pairs)[0] < max(pairs)[0]:
             found.setdefault(max(pairs)[1], f"highest {words}")
             if key == "reward/mean":
@@ -466,7 +466,7 @@ class Microscope:
         return {name: getattr(self, name) for name in ("groups", "steps", "completions", "finishes")}
 
 
-def build_microscope(history: RunHistory, begins: Mapping[int, str], space: int = MAX_BLOCKS) -> Microscope:
+def build_microscope(history: Run, begins: Mapping[int, str], space: int = MAX_BLOCKS) -> Microscope:
     """The sample of a run.
 
     Args:
@@ -480,7 +480,7 @@ def build_microscope(history: RunHistory, begins: Mapping[int, str], space: int 
     left = space
     for place, step in enumerate(chosen):
         try:
-            path = history.rollout_steps[step.number]
+            path = history.rollouts[step.number]
             stored = StoredStep.read(path, shown_columns(path))
         except RunFolderError as error:
             unreadable.append(str(error))
@@ -491,7 +491,7 @@ def build_microscope(history: RunHistory, begins: Mapping[int, str], space: int 
         found.append((step, packed, groups))
     found = sorted(((step, packed, groups) for step, packed, groups in found if packed), key=lambda one: one[0].number)
     result = _indexed(found, _notes(history, found, vocabulary, unreadable))
-    whole = len(found) == len(history.rollout_steps) and all(len(packed) == count for _, packed, count in found)
+    whole = len(found) == len(history.rollouts) and all(len(packed) == count for _, packed, count in found)
     return replace(result, choice="" if whole else CHOICE)
 
 
@@ -547,13 +547,13 @@ def _indexed(found: Sequence[tuple[Chosen, list[PackedGroup], int]], notes: list
 
 
 def _notes(
-    history: RunHistory,
+    history: Run,
     found: Sequence[tuple[Chosen, list[PackedGroup], int]],
     vocabulary: Vocabulary | None,
     unreadable: list[str],
 ) -> list[str]:
     """What the sample is, in words."""
-    stored = len(history.rollout_steps)
+    stored = len(history.rollouts)
     groups, all_groups = sum(len(packed) for _, packed, _ in found), sum(count for _, _, count in found)
     notes = []
     if not stored:

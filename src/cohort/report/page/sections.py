@@ -17,9 +17,10 @@ from typing import Any
 from cohort.errors import RunFolderError
 from cohort.lock import LOCK, Lock
 from cohort.report.diagnosis import Finding, Level
-from cohort.report.history import RunHistory, default_settings, flat
 from cohort.report.page.blocks import MAX_KEY, short
+from cohort.report.verdict import default_settings
 from cohort.report.words import PHASES, cause_words, duration, fine_share
+from cohort.runs.reader import Run, flat
 from cohort.runs.starts import how_to_continue
 
 HEADLINE = re.compile(r"(^|/)(reward|pass@1)/mean$")
@@ -32,9 +33,9 @@ MAX_ENTRIES = 200_000
 """Files and folders that are looked at for the size of a run folder."""
 
 
-def run_state(history: RunHistory) -> tuple[str, str]:
+def run_state(history: Run) -> tuple[str, str]:
     """The state of a run, as a word for style and in words."""
-    last = history.metrics[-1]["step"] if history.metrics else 0
+    last = history.rows[-1]["step"] if history.rows else 0
     after = f"after step {last:,}"
     if history.summary is not None:
         early = ": stopped early, no better evaluation" if history.summary.get("stopped_early") else ""
@@ -53,11 +54,11 @@ def run_state(history: RunHistory) -> tuple[str, str]:
     return "stopped", f"stopped {after}, before its end; {resume}"
 
 
-def figures(history: RunHistory) -> list[tuple[str, str, str]]:
+def figures(history: Run) -> list[tuple[str, str, str]]:
     """The figures of the head: name, value, remark."""
     found: list[tuple[str, str, str]] = []
-    if history.metrics:
-        found.append(("Steps", f"{history.metrics[-1]['step']:,}", ""))
+    if history.rows:
+        found.append(("Steps", f"{history.rows[-1]['step']:,}", ""))
     _, rewards = history.series("reward/mean")
     if rewards:
         part = max(1, len(rewards) // 10)
@@ -77,15 +78,15 @@ def figures(history: RunHistory) -> list[tuple[str, str, str]]:
     return found
 
 
-def _evaluation_keys(history: RunHistory) -> list[str]:
+def _evaluation_keys(history: Run) -> list[str]:
     keys = [key for key in history.keys() if len(key) <= MAX_KEY]  # noqa: SIM118
     return [key for key in keys if key.startswith("eval/") and key.endswith("/mean")]
 
 
-def _evaluated(history: RunHistory, key: str) -> tuple[str, str, str]:
+def _evaluated(history: Run, key: str) -> tuple[str, str, str]:
     """The first and the last value of an evaluation's mean, with the interval of the last."""
     steps, values = history.series(key)
-    last = next(line for line in history.metrics if line["step"] == steps[-1])
+    last = next(line for line in history.rows if line["step"] == steps[-1])
     low, high = (last.get(key[:-4] + end) for end in ("low", "high"))
     interval = f"{number(low)} to {number(high)}" if low is not None and high is not None else ""
     return f"Evaluation: {key[5:-5]}", " → ".join(dict.fromkeys((number(values[0]), number(values[-1])))), interval
@@ -102,7 +103,7 @@ def number(value: Any) -> str:
     return (f"{value:,.4g}" if abs(value) < 1e5 else f"{value:,.0f}").replace("-", "\N{MINUS SIGN}")
 
 
-def settings_table(history: RunHistory) -> list[dict[str, Any]]:
+def settings_table(history: Run) -> list[dict[str, Any]]:
     """The settings by section, each with its value, the default, and whether they differ."""
     defaults = default_settings()
     found = []
@@ -118,7 +119,7 @@ def _text(value: Any) -> str:
     return short(text, MAX_VALUE)
 
 
-def environment(history: RunHistory) -> dict[str, Any]:
+def environment(history: Run) -> dict[str, Any]:
     """Versions and machine of the last start, and all starts."""
     rows = []
     facts = history.starts[-1].get("facts") if history.starts else None
@@ -143,10 +144,10 @@ def _start(start: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def evaluations(history: RunHistory) -> dict[str, Any]:
+def evaluations(history: Run) -> dict[str, Any]:
     """The evaluations by step: a mean with its interval for each metric."""
     means = _evaluation_keys(history)[:24]
-    lines = [line for line in history.metrics if any(line.get(key) is not None for key in means)]
+    lines = [line for line in history.rows if any(line.get(key) is not None for key in means)]
     rows = []
     for line in lines[:1] + lines[1:][1 - MAX_EVALUATIONS :]:
         cells = [(line.get(key), line.get(f"{key[:-4]}low"), line.get(f"{key[:-4]}high")) for key in means]
@@ -184,7 +185,7 @@ def _estimate(mean: float | None, low: float | None, high: float | None) -> str:
     return number(mean) + (f" ({number(low)} to {number(high)})" if low is not None and high is not None else "")
 
 
-def timing(history: RunHistory) -> dict[str, Any]:
+def timing(history: Run) -> dict[str, Any]:
     """Seconds by phase with their shares, time beside the steps, and the size of the folder by kind."""
     totals = {name: sum(history.series(f"seconds/{name}")[1]) for name in PHASES}
     if totals["rollout_wait"]:  # sampling and scoring then run beside the updates
@@ -207,7 +208,7 @@ def timing(history: RunHistory) -> dict[str, Any]:
     return {"rows": rows, "notes": _clock(history), "sizes": _sizes(history.path)}
 
 
-def _clock(history: RunHistory) -> list[str]:
+def _clock(history: Run) -> list[str]:
     """What the phases do not show."""
     notes = []
     steps = history.series("seconds/step")[1]
@@ -298,9 +299,9 @@ def _when(finding: Finding) -> str:
     return f"since step {finding.begin:,}" if finding.end is None else f"steps {finding.begin:,} to {finding.end - 1:,}"
 
 
-def timeline(history: RunHistory, findings: Sequence[Finding]) -> dict[str, Any]:
+def timeline(history: Run, findings: Sequence[Finding]) -> dict[str, Any]:
     """The findings as bars over the steps, a row for each check; places are in per cent of the width."""
-    last = max((line["step"] for line in history.metrics), default=1)
+    last = max((line["step"] for line in history.rows), default=1)
     names = list(dict.fromkeys(one.check for one in findings))
     rows: list[dict[str, Any]] = [{"name": name.replace("_", " "), "bars": []} for name in names]
     for one in findings:
@@ -311,7 +312,7 @@ def timeline(history: RunHistory, findings: Sequence[Finding]) -> dict[str, Any]
     return {"rows": rows, "last": last}
 
 
-def marks(history: RunHistory, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+def marks(history: Run, findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Where findings begin, and the metrics on whose curves that is marked: those that the finding is about."""
     keys = [key for key in history.keys() if len(key) <= MAX_KEY]  # noqa: SIM118
     found = []
@@ -420,7 +421,7 @@ LEFT = {text, words, one_line}
 """How columns are shown that are not numbers."""
 
 
-def replays_of(history: RunHistory) -> list[dict[str, Any]]:
+def replays_of(history: Run) -> list[dict[str, Any]]:
     """The replays of a run for the template, in the order of their names."""
     try:
         names = sorted(name for name in os.listdir(history.path / "replays") if name.endswith(".json"))  # noqa: PTH208

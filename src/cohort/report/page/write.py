@@ -16,7 +16,6 @@ from markupsafe import Markup
 
 from cohort.errors import RunFolderError
 from cohort.report.diagnosis import Diagnosis
-from cohort.report.history import RunHistory
 from cohort.report.page import sections
 from cohort.report.page.blocks import clipped, plain_json
 from cohort.report.page.charts import charts_of, run_curves
@@ -24,6 +23,7 @@ from cohort.report.page.compare import compared
 from cohort.report.page.microscope import QUANTITIES, build_microscope
 from cohort.report.page.sections import replays_of
 from cohort.runs.durable import write_atomically
+from cohort.runs.reader import Run
 
 # ----------------------------------------
 # The HTML file: template, styles, scripts and data in one, with a policy that forbids everything else.
@@ -130,7 +130,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
         RunFolderError: a folder holds no run, or the output is a file that ``cohort report`` did not write.
         OSError: the file cannot be written.
     """
-    histories = [RunHistory.read(run) for run in dict.fromkeys(map(Path, runs))]
+    histories = [Run.read(run) for run in dict.fromkeys(map(Path, runs))]
     alone = histories[0].path if len(histories) == 1 else Path()
     target = Path(output).expanduser() if output else alone / "report.html"
     check_target(target)
@@ -138,7 +138,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path | None = None) -
     return target
 
 
-def render_comparison(histories: Sequence[RunHistory]) -> str:
+def render_comparison(histories: Sequence[Run]) -> str:
     """The page of several runs as HTML."""
     content, data = compared(histories)
     return render("compare.html", content | _origin(), {"compared": data})
@@ -148,7 +148,7 @@ def _origin() -> dict[str, str]:
     return {"written": sections.written_at(), "version": _version()}
 
 
-def render_run(history: RunHistory) -> str:
+def render_run(history: Run) -> str:
     """The page of a run as HTML."""
     curves = run_curves(history)
     diagnosis = Diagnosis.of(history)
@@ -178,7 +178,7 @@ def render_run(history: RunHistory) -> str:
         **_origin(),
     }
     data = {
-        "run": curves if history.metrics else None,
+        "run": curves if history.rows else None,
         "charts": charts_of(list(curves["values"])),
         "findings": sections.marks(history, found),
         "quantities": [dict(zip(("key", "label", "scale", "about"), row, strict=True)) for row in QUANTITIES],

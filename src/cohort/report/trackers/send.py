@@ -19,12 +19,11 @@ from cohort.config.account import account_records
 from cohort.config.secrets import hide_secrets
 from cohort.errors import ConfigError, RunFolderError
 from cohort.lock import Lock
-from cohort.report.console.tail import Tail
 from cohort.report.diagnosis import Diagnosis, Finding, Level
-from cohort.report.history import RunHistory, flat, json_object
 from cohort.report.rollouts import StoredStep
 from cohort.report.trackers.kinds import KINDS, check_installed
 from cohort.runs.durable import write_atomically
+from cohort.runs.reader import Run, flat, json_object
 
 # ----------------------------------------
 # What a tracker was sent of a run, in ``trackers/NAME/state.json`` of the run folder: a run that goes on, and
@@ -418,7 +417,7 @@ def send_run(
     from cohort.runs.trust import check_files  # which imports torch
 
     check_installed([kind])
-    history = RunHistory.read(run)
+    history = Run.read(run)
     check_files(history.path)
     with Sender.of(history.path, kind, project, announce=announce) as sender:
         if project is None:
@@ -467,13 +466,12 @@ class Sender:
                 f"the run {run} is in project {self.state.project!r} of {KINDS[kind].title}, not in {project!r}: leave "
                 f"out the project, or delete {folder_of(run, kind)} to send all of it to a new run"
             )
-        history = RunHistory.read(run)
-        self._settings = history.settings
-        of_run = history.flat_settings().get("report.tracker_project")
+        self._history = Run.read(run)
+        self._settings = self._history.settings
+        of_run = self._history.flat_settings().get("report.tracker_project")
         given = project or (of_run if isinstance(of_run, str) else None)
         self._project = self.state.project or KINDS[kind].project(given)
         self._diagnosis = Diagnosis(self._settings)
-        self._lines = Tail(run / "metrics.jsonl")
         self._outlet: Outlet | None = None
 
     @classmethod
@@ -511,13 +509,11 @@ class Sender:
         count = 0
         if self._outlet is None and self.state.id and KINDS[self._kind].says_step:
             self._open()  # before a line is read: it may lack steps that were sent
-        replaced, lines = self._lines.read()
-        while lines:
-            if replaced:  # by a resumed run
-                self._diagnosis = Diagnosis(self._settings)
-            for metrics in lines:
-                count += self._send_step(metrics, self._diagnosis.step_or_log(metrics))
-            replaced, lines = self._lines.read()
+        replaced, rows = self._history.refresh()
+        if replaced:  # by a resumed run
+            self._diagnosis = Diagnosis(self._settings)
+        for metrics in rows:
+            count += self._send_step(metrics, self._diagnosis.step_or_log(metrics))
         return count
 
     def _send_step(self, metrics: Mapping[str, Any], findings: Sequence[Finding]) -> bool:
@@ -607,4 +603,4 @@ def _short(value: Any) -> Any:
 def left_to_send(run: Path, kind: str) -> Sequence[int]:
     """Steps in ``metrics.jsonl`` that the tracker has not received."""
     last = State.read(run, kind).step
-    return [metrics["step"] for metrics in Tail(run / "metrics.jsonl").everything() if metrics["step"] > last]
+    return [metrics["step"] for metrics in Run(run).rows if metrics["step"] > last]

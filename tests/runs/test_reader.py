@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from cohort.errors import RunFolderError
-from cohort.report import history
-from cohort.report.history import RunHistory
+from cohort.errors import ConfigError, RunFolderError
+from cohort.report.console.progress import starts_of
+from cohort.runs import reader
+from cohort.runs.reader import Run
+from tests.report.console.made import line, make_run, write_lines, write_step
 
 
 @pytest.fixture
@@ -40,26 +43,31 @@ def run(tmp_path):
 
 def metrics_of(run, text):
     (run / "metrics.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
-    found = RunHistory.read(run)
-    return found.metrics, found.damaged
+    found = Run.read(run)
+    return found.rows, found.damaged
 
 
 def test_a_finished_run(run):
-    found = RunHistory.read(str(run))
+    found = Run.read(str(run))
     assert found.settings == {
         "run": {"seed": 3, "when": "2026-01-02"},
         "objective": {"kl": {"beta": 0.5, "high": math.inf}},
     }
     assert found.flat_settings()["objective.kl.beta"] == 0.5
-    assert [line["step"] for line in found.metrics] == [0, 1, 2]
+    assert [line["step"] for line in found.rows] == [0, 1, 2]
     assert found.keys() == ["eval/reward/mean", "reward/mean"]
     assert found.series("reward/mean") == ([1, 2], [0.25, 0.5])
     assert found.series("gradient/cosine") == found.series("unknown") == ([], [])
+    assert np.array_equal(found.column("reward/mean"), [math.nan, 0.25, 0.5], equal_nan=True)
+    assert found.column("step").dtype == np.float64
+    assert np.isnan(found.axis("tokens")).all()
+    with pytest.raises(ConfigError, match="unknown axis 'hours': expected one of step, updates"):
+        found.axis("hours")
     assert found.summary == {"steps": 2}
     assert found.starts == [{"step": 0, "facts": {"code": "x"}}]
-    assert list(found.rollout_steps) == [1, 2, 10]
-    assert found.rollout_steps[10] == run / "rollouts" / "step-10.parquet"
-    assert list(found.evaluation_files) == [(0, ""), (2, "b")]
+    assert list(found.rollouts) == [1, 2, 10]
+    assert found.rollouts[10] == run / "rollouts" / "step-10.parquet"
+    assert list(found.evaluations) == [(0, ""), (2, "b")]
     assert found.checkpoints == {2: run / "checkpoints" / "step-2"}
     assert found.missing == []
 
@@ -67,14 +75,14 @@ def test_a_finished_run(run):
 def test_a_run_that_has_just_begun(tmp_path):
     (tmp_path / "config.toml").touch()
     (tmp_path / "run.lock").touch()
-    found = RunHistory.read(tmp_path)
-    assert (found.metrics, found.summary, found.settings, found.damaged) == ([], None, {}, [])
-    assert [line.split()[0] for line in found.missing] == [
+    found = Run.read(tmp_path)
+    assert (found.rows, found.summary, found.settings, found.damaged) == ([], None, {}, [])
+    assert {line.split()[0] for line in found.missing} == {
         "summary.json",
         "metrics.jsonl",
         "starts.jsonl",
         "rollouts/",
-    ]
+    }
 
 
 def test_a_line_that_is_being_written_is_no_damage(run):
@@ -131,14 +139,14 @@ def test_damage_is_named_up_to_a_limit(run):
 
 
 def test_files_are_read_up_to_a_limit(run, monkeypatch):
-    monkeypatch.setattr(history, "MAX_LINES_FILE", 50)
-    monkeypatch.setattr(history, "MAX_FILE", 10)
+    monkeypatch.setattr(reader, "MAX_LINES_FILE", 50)
+    monkeypatch.setattr(reader, "MAX_FILE", 10)
     metrics, damaged = metrics_of(run, '{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4}\n{"step": 5}\n')
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
-    assert damaged == [
+    assert sorted(damaged) == [
         "config.toml cannot be read: it is larger than 10 bytes",
-        "summary.json cannot be read: it is larger than 10 bytes",
         "metrics.jsonl is larger than 50 bytes: the rest was not read",
+        "summary.json cannot be read: it is larger than 10 bytes",
     ]
 
 
@@ -152,10 +160,10 @@ def test_nothing_outside_the_folder_is_read_and_nothing_blocks(run, tmp_path):
     os.mkfifo(run / "rollouts" / "step-4.parquet")
     (run / "evaluations").rename(tmp_path / "evaluations")
     (run / "evaluations").symlink_to(tmp_path / "evaluations")
-    found = RunHistory.read(run)
-    assert (found.settings, found.metrics, found.starts, found.summary) == ({}, [], [], None)
-    assert list(found.rollout_steps) == [1, 2, 10]
-    assert found.evaluation_files == {}
+    found = Run.read(run)
+    assert (found.settings, found.rows, found.starts, found.summary) == ({}, [], [], None)
+    assert list(found.rollouts) == [1, 2, 10]
+    assert found.evaluations == {}
     assert found.text("objective.txt") is found.text("../secret") is found.json("../secret") is None
     assert sorted(line.split()[0] for line in found.damaged) == [
         "config.toml",
@@ -171,13 +179,13 @@ def test_links_within_the_folder_pass(run):
     (run / "metrics.jsonl").symlink_to("real.jsonl")
     link = run.with_name("link")
     link.symlink_to(run)
-    assert len(RunHistory.read(link).metrics) == 3
+    assert len(Run.read(link).rows) == 3
 
 
 @pytest.mark.parametrize("text", ["[a", "a = 1\na = 2", "a" + ".a" * 500 + " = 1", "\udc80", "a = " + "[" * 9999])
 def test_settings_that_cannot_be_read(run, text):
     (run / "config.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
-    found = RunHistory.read(run)
+    found = Run.read(run)
     assert found.settings == {}
     assert found.damaged[0].startswith("config.toml cannot be read: ")
 
@@ -186,7 +194,7 @@ def test_other_files(run):
     (run / "best").mkdir()
     (run / "best" / "best.json").write_text('{"value": NaN}')
     (run / "objective.txt").write_bytes(b"A\xff")
-    found = RunHistory.read(run)
+    found = Run.read(run)
     assert found.json("best/best.json") == {"value": None}
     assert found.text("objective.txt") == "A\ufffd"
     assert found.text("nothing") is found.json("objective.txt") is None
@@ -202,9 +210,95 @@ def test_what_is_no_run(run, tmp_path):
         ("a\0b", "expected a run folder|cannot read the run folder"),
     ):
         with pytest.raises(RunFolderError, match=message):
-            RunHistory.read(path)
+            Run.read(path)
 
 
-def test_it_imports_no_torch():
-    code = "import sys, cohort.report.history; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
+def test_it_imports_numpy_and_nothing_heavy():
+    heavy = {"torch", "pyarrow", "pydantic", "transformers", "rich"}
+    code = f"import sys, cohort.runs.reader; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def steps_in(lines):
+    return [one["step"] for one in lines]
+
+
+def test_lines_come_once_and_complete(tmp_path):
+    follower = Run(tmp_path)
+    assert follower.refresh() == (False, [])
+    write_lines(tmp_path, [line(1), line(2)])
+    assert steps_in(follower.refresh()[1]) == [1, 2]
+    text = json.dumps(line(3)) + "\n"
+    for part in (text[:7], text[7:-1]):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(part)
+        assert follower.refresh() == (False, [])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("\n")
+    assert steps_in(follower.refresh()[1]) == [3]
+
+
+def test_a_resumed_run_is_read_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_lines(tmp_path, [line(step) for step in range(1, 6)])
+    follower = Run(tmp_path)
+    assert steps_in(follower.refresh()[1]) == [1, 2, 3, 4, 5]
+    path.with_suffix(".part").write_text("".join(json.dumps(line(step)) + "\n" for step in (1, 2, 3)))
+    path.with_suffix(".part").replace(path)
+    replaced, lines = follower.refresh()
+    assert (replaced, steps_in(lines)) == (True, [1, 2, 3])
+    path.write_text("")  # truncated in place
+    assert follower.refresh() == (True, [])
+    write_lines(tmp_path, [line(1, custom__x=0.25)])
+    assert steps_in(follower.refresh()[1]) == [1]
+    with path.open("r+") as file:  # other content of at least the same length, in the same file
+        file.write(json.dumps(line(1, custom__x=0.75)) + "\n" + json.dumps(line(2)) + "\n")
+    assert [one.get("custom/x") for one in follower.refresh()[1]] == [0.75, None]
+    path.unlink()
+    assert follower.refresh() == (False, [])
+
+
+def test_damaged_and_hostile_lines_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "MAX_LINE", 1000)
+    bad = [
+        b"{",
+        b"[]",
+        b'{"step": "1"}',
+        b'{"step": true}',
+        b'{"step": -1}',
+        b"\xff\xfe",
+        b'{"step": ' + b"9" * 30 + b"}",
+    ]
+    bad += [b"[" * 900, b'{"step": 1, "x": "' + b"y" * 5000 + b'"}']
+    good = b'{"step": 7, "text": "<script>", "list": [1], "nan": NaN, "huge": 1e999, "n": 1}'
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*bad, good, b""]))
+    follower = Run(tmp_path)
+    assert follower.refresh()[1] == [{"step": 7, "nan": None, "huge": None, "n": 1}]
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert Run(tmp_path).refresh() == (False, [])
+
+
+def test_no_link_out_of_the_folder_is_followed(tmp_path):
+    other, run = make_run(tmp_path / "other", [line(1)]), tmp_path / "run"
+    write_step(other, 1)
+    (other / "checkpoints" / "step-1").mkdir(parents=True)
+    run.mkdir()
+    for name in ("metrics.jsonl", "rollouts", "checkpoints"):
+        (run / name).symlink_to(other / name)
+    assert (Run(run).refresh(), Run(run).rollouts, Run(run).checkpoints) == ((False, []), {}, {})
+    assert (Run(other).rollouts, list(Run(other).checkpoints)) == ({1: other / "rollouts" / "step-1.parquet"}, [1])
+    (run / "rollouts").unlink()
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "step-1.parquet").symlink_to(Run(other).rollouts[1])
+    assert Run(run).rollouts == {}
+
+
+def test_the_starts_of_a_run(tmp_path):
+    assert starts_of(Run(tmp_path)) == ([], None)
+    (tmp_path / "starts.jsonl").write_text(
+        '{"step": 0}\n{"step": 5, "steps": 40}\n[]\nx\n{"step": "a", "steps": 0}\n{"st'
+    )
+    assert starts_of(Run(tmp_path)) == ([0, 5], 40)
