@@ -9,6 +9,7 @@ from cohort.policy import (
     Policy,
     Precision,
     end_token_ids,
+    load,
     load_model,
     load_tokenizer,
     resolve_device,
@@ -75,13 +76,24 @@ def test_end_tokens_of_all_holders_are_joined():
     assert end_token_ids(model, Tokenizer()) == (1, 3, 7, 9)
 
 
-def test_precision_auto_on_this_cpu():
-    precision = resolve_precision("auto", torch.device("cpu"))
-    assert precision.master == torch.float32
-    assert precision.compute == (torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32)
-    wide = resolve_precision("auto", torch.device("cpu"), hidden_size=256).compute
-    bf16 = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    assert wide == (torch.bfloat16 if bf16 else torch.float32)
+@pytest.mark.parametrize(
+    ("vendor", "amx", "pairs", "wide", "narrow"),
+    [
+        ("GenuineIntel", True, True, torch.bfloat16, torch.bfloat16),
+        ("GenuineIntel", False, True, torch.float32, torch.float32),
+        ("AuthenticAMD", False, True, torch.bfloat16, torch.float32),
+        ("AuthenticAMD", False, False, torch.float32, torch.float32),
+    ],
+)
+def test_precision_auto_is_the_faster_one(monkeypatch, vendor, amx, pairs, wide, narrow):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: pairs)
+    monkeypatch.setattr(load, "_cpu_info", lambda: f"vendor_id : {vendor}\n")
+    found = [resolve_precision("auto", torch.device("cpu"), hidden_size=size) for size in (256, 255)]
+    assert found == [Precision(torch.float32, wide), Precision(torch.float32, narrow)]
+
+
+def test_precisions_by_name():
     assert resolve_precision("float64", torch.device("cpu")) == Precision(torch.float64, torch.float64)
     assert str(resolve_precision("bfloat16", torch.device("cpu"))) == "bfloat16 over float32 weights"
 

@@ -69,7 +69,7 @@ class ModelConfig(Section):
     """Branch, tag or commit of a hub id. Empty: the newest of the main branch."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Compute precision. The trained weights are float32 (float64 for "float64"); "bfloat16" computes in bfloat16 over
-    them. "auto" is bfloat16 where the hardware is faster with it (CUDA, CPUs with AMX, and CPUs with AVX512-BF16 from a
+    them. "auto" is bfloat16 where the hardware is faster with it (CUDA, CPUs with AMX, and AMD's with AVX512-BF16 from a
     hidden size of 256), and float32 elsewhere."""
     float32_head: bool = False
     """Compute the head in float32 when `precision` is "bfloat16", as ScaleRL does (arXiv 2510.13786): logits are not
