@@ -17,7 +17,7 @@ from cohort.cli import main
 from cohort.data.source import read_source
 from cohort.flags import EvalFlags, GenerateFlags
 from cohort.presets import PRESETS
-from cohort.report.console.display import StepDisplay
+from cohort.report.console import Display
 from cohort.rewards.mathematics import gsm8k
 from cohort.rollout import LocalEngine
 from tests.conftest import GSM8K, tiny_llama
@@ -179,7 +179,7 @@ def test_an_interrupted_run_says_what_is_left(good, capsys, monkeypatch, save_st
     def interrupt(self, metrics):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(StepDisplay, "show", interrupt)
+    monkeypatch.setattr(Display, "show", interrupt)
     assert main(["train", "config.toml", "--run.save_steps", save_steps, "--run.max_steps", "2"]) == 130
     assert "a checkpoint of step 1: continue with 'cohort resume" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@ run outlasts whoever reads its output, as in ``cohort train | head``, and letter
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -32,24 +33,20 @@ class _Outlasting:
 
     def write(self, text: str) -> int:
         """As of a stream."""
-        with self._outlasting():
-            try:
-                self._stream.write(text)
-            except UnicodeEncodeError:
-                encoding = self._stream.encoding
-                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._outlast(self._stream.write, text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
         """As of a stream."""
-        with self._outlasting():
-            self._stream.flush()
+        self._outlast(self._stream.flush)
 
-    @contextmanager
-    def _outlasting(self) -> Iterator[None]:
+    def _outlast(self, do: Callable[..., object], *arguments: str) -> None:
         try:
-            yield
-        except BrokenPipeError:
+            do(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe without a reader, of a terminal that is gone
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

@@ -31,9 +31,9 @@ from cohort.policy import (
     resolve_device,
 )
 from cohort.policy.device import use_deterministic_algorithms
-from cohort.report.console.describe import announce, describe_run
-from cohort.report.console.display import StepDisplay
-from cohort.report.console.progress import best_lines, evaluation_line
+from cohort.report.console import Display
+from cohort.report.describe import announce, describe_run
+from cohort.report.progress import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction
 from cohort.rollout import DividedSampler, EngineSetup, Sampler
@@ -243,7 +243,8 @@ class GRPOTrainer:
         """
         with self.obeying_signals():
             steps = self.steps(resume=resume, allow_changed=allow_changed)  # resuming may change the schedule
-            shown = StepDisplay.of(self.schedule, self.folder, lambda: self._requests.stop, enabled=self._prints)
+            folder = self.folder.path if self.folder else None
+            shown = Display.of_training(self.schedule.steps, folder, lambda: self._requests.stop, enabled=self._prints)
             with contextlib.closing(steps), shown as display, self._resume_hint():
                 for metrics in steps:
                     display.show(metrics)

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from cohort.errors import ConfigError, DataError
 from cohort.evaluation.evaluate import WINDOW, Success, totals
-from cohort.report.console.progress import evaluation_line
+from cohort.report.progress import evaluation_line
 from cohort.rewards.runner import Scores
 from cohort.types import FinishReason
 from tests.conftest import each

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from cohort.errors import ConfigError, RunFolderError
-from cohort.report.console.progress import starts_of
 from cohort.runs import reader
 from cohort.runs.reader import Run
 from tests.report.console.made import line, make_run, write_lines, write_step
@@ -294,11 +293,3 @@ def test_no_link_out_of_the_folder_is_followed(tmp_path):
     (run / "rollouts").mkdir()
     (run / "rollouts" / "step-1.parquet").symlink_to(Run(other).rollouts[1])
     assert Run(run).rollouts == {}
-
-
-def test_the_starts_of_a_run(tmp_path):
-    assert starts_of(Run(tmp_path)) == ([], None)
-    (tmp_path / "starts.jsonl").write_text(
-        '{"step": 0}\n{"step": 5, "steps": 40}\n[]\nx\n{"step": "a", "steps": 0}\n{"st'
-    )
-    assert starts_of(Run(tmp_path)) == ([0, 5], 40)

@@ -14,7 +14,7 @@ from rich.table import Table
 from cohort.config import GRPOConfig, load_config
 from cohort.demo.task import accuracy, problems
 from cohort.evaluation import Estimate, Evaluation
-from cohort.report.console.describe import announce
+from cohort.report.describe import announce
 from cohort.runs.folder import RunFolder
 from cohort.trainer import GRPOTrainer
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from cohort.demo.run import prepare, show_end
 from cohort.demo.tool_task import Row, calls, products, right, sums
 from cohort.evaluation import Evaluation
-from cohort.report.console.describe import announce
+from cohort.report.describe import announce
 from cohort.trainer import GRPOTrainer
 
 MODEL = Path(__file__).parent / "tool_model"

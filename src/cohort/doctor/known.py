@@ -25,7 +25,7 @@ from cohort.errors import RunFolderError
 from cohort.lock import is_written
 from cohort.parallel import World
 from cohort.policy import context_length, has_adapters
-from cohort.report.console.describe import describe_prompt
+from cohort.report.describe import describe_prompt
 from cohort.rewards.contract import parameters_of
 from cohort.rewards.functions import Function
 from cohort.rollout import LocalEngine, Sampling

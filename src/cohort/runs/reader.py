@@ -132,7 +132,9 @@ class Run:
             self._mark = file.read(min(MARK, self._position))
             self._note_length(name, file)
         if new:
-            self._rows = dict(sorted(self._rows.items()))
+            last = list(islice(reversed(self._rows), len(new) + 1))
+            if last != sorted(last, reverse=True):  # of a long run, that takes a while
+                self._rows = dict(sorted(self._rows.items()))
             self._known.clear()
         return replaced, new
 

@@ -158,7 +158,7 @@ class Writer:
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
-            thread.join()  # also of what it wrote last: see StepDisplay.__exit__
+            thread.join()  # also of what it wrote last: see Display.__exit__
         with self._changed:
             self._closing = False
             if self._waiting:

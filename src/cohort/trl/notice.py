@@ -8,8 +8,8 @@ from typing import Any
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # transformers requires it
 
 from cohort.config import GRPOConfig
-from cohort.report.console.progress import finding_text
 from cohort.report.diagnosis import Diagnosis, why_no_gradient
+from cohort.report.progress import finding_text
 from cohort.runs.folder import RunFolder
 from cohort.runs.reader import Run
 from cohort.trl.config import FIELDS, RENAMED, Batch

@@ -24,7 +24,7 @@ import cohort.trainer
 from cohort.errors import FIXABLE, ConfigError, Stopped
 from cohort.parallel import World, on_main
 from cohort.policy import read_config
-from cohort.report.console.describe import announce
+from cohort.report.describe import announce
 from cohort.runs.checkpoints import load_weights
 from cohort.runs.starts import CONTINUED_BY
 from cohort.train.boundary import RunEndedError, with_resume_hint

@@ -1,4 +1,4 @@
-"""A process that shows a run with ``StepDisplay`` as a training does, and trains nothing.
+"""A process that shows a run with ``Display`` as a training does, and trains nothing.
 
 python -m tests.report.console.fake_run FOLDER STEPS SECONDS
 """
@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from cohort.report.console.display import StepDisplay
+from cohort.report.console import Display
 from cohort.watchdog import waiting
 from tests.report.console.made import line, make_run, write_step
 
@@ -18,7 +18,7 @@ def main(folder, steps, seconds):
     run = make_run(Path(folder), steps=steps)
     write_step(run, 1)
     print("described", flush=True)
-    with StepDisplay(steps, folder=run) as display:
+    with Display.of_training(steps, run) as display:
         for step in range(1, steps + 1):
             with waiting("sampling", lambda: "3 of 8 completions have ended"):
                 time.sleep(seconds)

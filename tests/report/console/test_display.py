@@ -1,12 +1,11 @@
-"""The line of a step, the reasons for a missing gradient, and output without a terminal."""
+"""Output without a terminal, and the reasons for a missing gradient."""
 
 import re
 import threading
 import time
 
-from cohort.report.console import display as display_module
-from cohort.report.console.display import StepDisplay
-from cohort.report.console.progress import step_line
+from cohort.report import console
+from cohort.report.console import Display
 from cohort.report.diagnosis import why_no_gradient
 from cohort.watchdog import waiting
 from tests.conftest import each
@@ -16,25 +15,8 @@ METRICS = {"step": 1, "updates": 1, "updates_skipped": 0, "reward/mean": 0.5, "r
 METRICS |= {"groups/dead_share": 0.125, "groups/rounds": 1, "kl/k3": 0.001, "tokens_per_second": 1234.5}
 
 
-def test_the_line_of_a_step():
-    expected = "reward 0.500  accuracy 0.250  dead groups 12%  entropy 1.5000  KL 0.0010  1,234 tokens/s"
-    assert step_line(METRICS) == expected
-    without = {k: v for k, v in METRICS.items() if k not in ("kl/k3", "rewards/accuracy")} | {"reward/mean": None}
-    assert step_line(without) == "reward none  dead groups 12%  entropy 1.5000  1,234 tokens/s"
-    assert "  none groups sampled, 3 left out  entropy" in step_line(
-        METRICS | {"groups/rounds": 2, "groups/left_out": 3}
-    )
-    episodes = {
-        "episodes/turns": 2.25,
-        "episodes/calls": 0.5,
-        "episodes/failed_call_share": 0.125,
-        "episodes/failed": 1,
-    }
-    assert "  turns 2.2  calls 0.50 (12% failed)  1 episodes failed  entropy" in step_line(METRICS | episodes)
-
-
 def test_without_a_terminal_quick_steps_share_lines(capsys):
-    with StepDisplay(100) as display:
+    with Display.of_training(100) as display:
         for step in range(1, 101):
             display.show(METRICS | {"step": step})
     steps = re.findall(r"^step (\d+)/100", capsys.readouterr().out, flags=re.MULTILINE)
@@ -43,9 +25,9 @@ def test_without_a_terminal_quick_steps_share_lines(capsys):
 
 
 def test_without_a_terminal_each_long_step_has_a_line_with_the_time_left(capsys, monkeypatch):
-    monkeypatch.setattr(display_module, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     now = time.time()
-    with StepDisplay(1000) as display:
+    with Display.of_training(1000) as display:
         for step in (1, 2, 3):
             display.show(METRICS | {"step": step, "time": now - 60 * (3 - step), "seconds/step": 60.0})
     lines = capsys.readouterr().out.splitlines()
@@ -54,8 +36,9 @@ def test_without_a_terminal_each_long_step_has_a_line_with_the_time_left(capsys,
 
 
 def test_a_long_step_without_a_terminal_is_not_silent(capsys, monkeypatch):
-    monkeypatch.setattr(display_module, "SILENT_SECONDS", 0.2)
-    with StepDisplay(9), waiting("sampling", lambda: "3 of 8 completions"):
+    display = Display.of_training(9)
+    display.silence = 0.2
+    with display, waiting("sampling", lambda: "3 of 8 completions"):
         deadline = time.monotonic() + 20
         printed = ""
         while "sampling" not in printed and time.monotonic() < deadline:
@@ -66,20 +49,15 @@ def test_a_long_step_without_a_terminal_is_not_silent(capsys, monkeypatch):
 
 def test_its_thread_ends_with_it(monkeypatch):
     """A thread that ends later frees the run's tensors while the interpreter ends: the process is aborted."""
-    work = StepDisplay._break_silence
-
-    def late(display):
-        work(display)
-        time.sleep(0.1)
-
-    monkeypatch.setattr(StepDisplay, "_break_silence", late)
-    with StepDisplay(9):
+    monkeypatch.setattr(Display, "_tick", lambda _: time.sleep(0.4))
+    with Display.of_training(9):
         assert "cohort-display" in {thread.name for thread in threading.enumerate()}
+        time.sleep(0.3)
     assert "cohort-display" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_warning_about_missing_gradients_is_printed_once(capsys):
-    with StepDisplay(2) as display:
+    with Display.of_training(2) as display:
         for step in (1, 2):
             dead = {"groups/dead_share": 1.0, "tokens/no_advantage_share": 1, "updates_skipped": 1}
             display.show(METRICS | dead | {"step": step})
@@ -88,16 +66,16 @@ def test_the_warning_about_missing_gradients_is_printed_once(capsys):
 
 def test_findings_appear_once_also_in_a_resumed_run(tmp_path, capsys):
     dead = {"groups__dead_share": 1.0, "reward__mean": 0.0, "updates": 2}
-    with StepDisplay(100, folder=make_run(tmp_path)) as display:
+    with Display.of_training(100, make_run(tmp_path)) as display:
         write_lines(tmp_path, [line(0, **evaluation(0.25))])
         for step in range(1, 11):
             write_lines(tmp_path, [line(step, **dead)])
             display.show(line(step, **dead))
-        assert [step for step, _ in display._state.progress.evaluations] == [0]
-        assert len(display._state.progress.reward.points(100)) == 10
+        assert [row["step"] for row in display.progress.evaluations] == [0]
+        assert len(display.progress.courses["reward/mean"]) == 10
     found = re.findall(r"^step \d+: alarm \((.*?)\): .*\n  -> ", capsys.readouterr().out, flags=re.MULTILINE)
     assert found == ["all_wrong"]
-    with StepDisplay(100, folder=tmp_path) as display:
+    with Display.of_training(100, tmp_path) as display:
         display.show(line(11, **dead, **evaluation(0.25)))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 11/100")
@@ -119,7 +97,7 @@ def test_reasons_for_a_missing_gradient(metrics, expected):
 
 
 def test_progress_false_prints_nothing(tmp_path, capsys):
-    with StepDisplay(2, enabled=False, folder=make_run(tmp_path)) as display:
+    with Display.of_training(2, make_run(tmp_path), enabled=False) as display:
         display.show(line(1, updates_skipped=1, **evaluation(0.25)))
     assert capsys.readouterr().out == ""
 

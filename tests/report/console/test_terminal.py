@@ -1,8 +1,10 @@
 """The live display in a real terminal: tmux, whose screen is captured as text."""
 
+import contextlib
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -13,12 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from cohort.report.console import live as live_module
-from cohort.report.console import screen as key_module
-from cohort.report.console import screen as module
-from cohort.report.console.display import StepDisplay
-from cohort.report.console.live import is_live_terminal
-from cohort.report.console.screen import Keys, Printed, Screen
+from cohort.report import console as module
+from cohort.report.console import Display, Keys, is_live_terminal
 from tests import warm
 from tests.launch.test_processes import wait_for
 from tests.report.console.made import line, make_run
@@ -82,27 +80,31 @@ def test_a_run_in_a_terminal(terminal, tmp_path):
     above, display = screen.split("\n\n")
     assert above.splitlines()[-4:] == ["described", "printed by a reward function", "a warning", "written by a worker"]
     rows = [text.split()[0] for text in display.splitlines()]
-    assert [rows[0], rows[1], rows[-2], rows[-1]] == ["step", "reward", "now", "keys"]
+    assert [rows[0], rows[1], rows[2], rows[-1]] == ["step", "health", "now", "keys"]
 
     terminal.do("resize-window", "-x", "40")
     once = ("g last group", "10000", "\nreward ")
     terminal.wait("healthy: 75% of groups teach,\n", check=lambda narrow: all(narrow.count(text) == 1 for text in once))
-    terminal.do("resize-window", "-x", "100")
+    terminal.do("resize-window", "-x", "100", "-y", "6")
+    starts = ["step", "health", "now", "reward"]
+    terminal.wait(check=lambda low: [text.split()[0] for text in low.splitlines()[-4:] if text] == starts)
+    terminal.do("resize-window", "-x", "100", "-y", "40")
 
-    terminal.type("q")
-    terminal.wait("Ctrl-C stops with a checkpoint\n\nstep ")
     terminal.type("g")
-    group = terminal.wait("g back", absent="health").split("Ctrl-C stops with a checkpoint\n\n")[1]
-    assert group.splitlines()[:4] == [
+    group = terminal.wait("g back", absent="health").split("\n\n")[-1]
+    assert group.strip().splitlines()[:4] == [
         "step 1, group 2 of 2",
         "prompt",
         "  | 3 + 3",
         " 1  reward 1.000  advantage +0.500  eos",
     ]
-    terminal.type("Left")
-    terminal.wait("group 1 of 2", "2 + 2")
-    terminal.type("g")
-    terminal.wait("health", absent="group 1 of 2")
+    terminal.do("resize-window", "-x", "100", "-y", "8")
+    terminal.wait("lines 1 to 5 of 8")
+    terminal.type("Down", "Down")
+    assert "\n  | 3 + 3\n" in terminal.wait("lines 3 to 7 of 8")
+    terminal.do("resize-window", "-x", "100", "-y", "40")
+    terminal.type("q")
+    terminal.wait("health", absent="group 2 of 2")
 
     terminal.type("C-z")
     terminal.wait("Stopped", absent="health")
@@ -155,18 +157,19 @@ def test_terminals_that_get_plain_lines(variables, tmp_path, monkeypatch):
 
 def test_keys_are_read_and_the_terminal_is_as_before(monkeypatch):
     outside, inside = pty.openpty()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(inside))
     before = termios.tcgetattr(inside)
-    keys = Keys(inside)
+    keys = Keys()
     keys.follow()
     assert not keys.are_read  # it is not the terminal of this session
-    monkeypatch.setattr(key_module, "in_foreground", lambda _: True)
+    monkeypatch.setattr(module, "in_foreground", lambda _: True)
     os.write(outside, b"lost?")
     assert keys.read() == []
     termios.tcflush(inside, termios.TCIFLUSH)
     keys.follow()
-    os.write(outside, "gq\x1b[A\x1b[6~\x1bOCé\x1a \x1b[200~x".encode())
+    os.write(outside, b"gq\x1b[A\x1b[6~\x1bOC\x1a x")
     time.sleep(0.05)
-    assert keys.read() == ["g", "q", "up", "page down", "right", "é", "suspend", "page down", "\x1b[200~", "x"]
+    assert keys.read() == [b"g", b"q", b"\x1b[A", b"\x1b[6~", b"\x1bOC", b"\x1a", b" ", b"x"]
     termios.tcsetattr(inside, termios.TCSANOW, before)  # as a shell does
     keys.follow()
     assert not termios.tcgetattr(inside)[3] & termios.ICANON
@@ -177,7 +180,7 @@ def test_keys_are_read_and_the_terminal_is_as_before(monkeypatch):
     keys.follow()  # as the display's thread may, after a signal
     assert termios.tcgetattr(inside) == before
     os.close(outside)
-    os.close(inside)
+    sys.stdin.close()
     keys.follow()
     assert keys.read() == []
 
@@ -200,55 +203,70 @@ def test_a_signal_to_watch_leaves_the_terminal_as_it_was(name, tmp_path):
         os.close(inside)
 
 
-def test_after_an_error_in_the_display_the_run_prints_plain_lines(tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def drawn(monkeypatch):
+    """A terminal of this process: standard output, and a function that gives what it has shown so far."""
     outside, inside = pty.openpty()
+    os.set_blocking(outside, False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("CI", raising=False)
-    monkeypatch.setattr(live_module, "TICK", 0.01)
-    monkeypatch.setattr(live_module, "view", lambda *_: 1 / 0)
-    with os.fdopen(inside, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        with StepDisplay(40, folder=make_run(tmp_path)) as display:
-            wait_for(lambda: "the live display ended: ZeroDivisionError" in caplog.text, 10)
-            assert sys.stdout is stream
-            for step in range(1, 4):
-                display.show(line(step))
-        monkeypatch.undo()
-        os.write(inside, b"end")
-        shown = ""
-        while "end" not in shown:
-            shown += os.read(outside, 1024).decode()
+    monkeypatch.setattr(module, "TICK", 0.01)
+    stream = os.fdopen(inside, "w")
+    shown = []
+
+    def look():
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                shown.append(os.read(outside, 4096).decode())
+        return "".join(shown)
+
+    yield stream, look
+    stream.close()
     os.close(outside)
-    assert [text.split()[1] for text in shown.splitlines() if "reward" in text] == ["1/40", "2/40"]
 
 
-def test_what_is_printed_comes_above_the_display(monkeypatch):
-    read, write = os.pipe()
-    screen = Screen(write)
-    printed = Printed(os.fdopen(os.dup(write), "w"), screen)
-    monkeypatch.setattr(module, "PRINT_SECONDS", -1.0)
-    screen.draw(["one", "two"])
-    print("a", end="", file=printed)
-    print("b\nloading 1%\rloading 100%", file=printed)
-    printed.write("\r 1%")
-    printed.write("\r 2%")
-    printed.close_line()
-    screen.leave(["end"])
-    display = "\r\x1b[K\x1b[?7l\r\none\x1b[K\r\ntwo\x1b[K\x1b[J\x1b[?7h\x1b[2A\r"
-    above = [f"\r\x1b[J{text}\n{display}" for text in ("ab", "loading 100%", " 2%")]
-    expected = f"{display}{''.join(above)}\r\x1b[J\r\nend\r\n"
-    assert os.read(read, 10_000).decode() == expected
-    screen.draw(["one"])
-    os.read(read, 10_000)
-    monkeypatch.setattr(module, "PRINT_SECONDS", 60.0)
-    print("fast", file=printed)
-    assert os.read(read, 10_000) == b"\r\x1b[Jfast\n"
-    assert screen.is_stale
-    printed.stream.close()
-    os.close(read)
-    os.close(write)
-    screen.draw(["more"])
-    assert screen.is_gone
+def test_after_an_error_in_the_display_the_run_prints_plain_lines(tmp_path, monkeypatch, caplog, drawn):
+    stream, look = drawn
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(module, "view", lambda *_, **__: 1 / 0)
+    with Display.of_training(40, make_run(tmp_path)) as display:
+        wait_for(lambda: "the live display ended: ZeroDivisionError" in caplog.text, 10)
+        assert sys.stdout is stream
+        for step in range(1, 4):
+            display.show(line(step))
+    monkeypatch.undo()
+    assert [text.split()[1] for text in look().splitlines() if "reward" in text] == ["1/40", "2/40"]
+
+
+def test_what_is_printed_comes_above_the_display(tmp_path, monkeypatch, drawn):
+    stream, look = drawn
+    monkeypatch.setattr(sys, "stdout", stream)
+    with Display.of_training(40, make_run(tmp_path)) as display:
+        wait_for(lambda: "step  0/40" in look(), 10)
+        print("a", end="")
+        print("b [/x]\x1b[2J\nloading 1%\rloading 100%")
+        print("\r 1%", end="")
+        print("\r 2%", end="", flush=True)
+        display.print("said")
+        drawn_with = look()
+        if not os.fork():
+            print("of a child", file=sys.stdout)
+            sys.stdout.flush()
+            os._exit(0)
+        os.wait()
+        display._hook = lambda: "debugged"
+        assert sys.breakpointhook() == "debugged"  # as ``breakpoint()`` in a reward function calls it
+        assert sys.stdout is stream
+    text = look()
+    # Each line replaces the picture, which is drawn again below it, and the cursor goes back up.
+    monkeypatch.undo()
+    parts = re.findall(r"\r\x1b\[J([^\x1b]*)\r\n\r\n\x1b\[1mstep", drawn_with)
+    assert [part for part in parts if part] == ["ab [/x]", "loading 100%", "said"]
+    assert drawn_with.endswith("A\r")
+    assert "of a child\r\n" in text
+    assert " 2%\r\n" in text.removeprefix(drawn_with)
+    assert "\x1b[?25l" not in text  # the cursor stays visible
+    assert "step  0/40" in text.removeprefix(drawn_with)  # the last picture stays
 
 
 @needs_tmux
@@ -264,7 +282,7 @@ def test_a_stopped_training_leaves_the_terminal_as_it_was(terminal, tmp_path, ho
         os.kill(holder["pid"], signal.SIGTERM)
     else:
         terminal.type(how)
-    screen = terminal.wait("continue with cohort resume out", seconds=60)
+    screen = terminal.wait("stopped by", seconds=60)
     assert "stopping with a checkpoint" in screen
     assert screen.count("g last group") == 0
     terminal.type("clear; stty -a | grep -oE -- '-?(icanon|echo|ixon)( |$)|susp = ..' | xargs", "Enter")

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from types import SimpleNamespace
+from threading import Thread
 
 import pytest
 
@@ -11,7 +11,7 @@ from cohort.cli import main
 from cohort.errors import RunFolderError
 from cohort.lock import LOCK, Lock
 from cohort.report import watch as module
-from cohort.report.watch import Watched, picture, watch
+from cohort.report.watch import Watched, watch
 from tests.report.console.made import evaluation, line, make_run, write_lines, write_step
 
 
@@ -44,10 +44,9 @@ def test_what_is_known_of_the_process(tmp_path, monkeypatch):
     lock = Lock(run)
     lock.take()
     watched = Watched(run)
-    watched.look()
     assert watched.standing() == ("running", "step 21")
     write_lines(run, recent(21, ago=720)[-1:])
-    watched.look()
+    watched.progress.look()
     kind, text = watched.standing()
     owner = json.loads((run / LOCK).read_text())["pid"]
     assert kind == "late"
@@ -63,27 +62,28 @@ def test_what_is_known_of_the_process(tmp_path, monkeypatch):
 def test_a_resumed_run_begins_anew(tmp_path):
     run = make_run(tmp_path, recent(20))
     watched = Watched(run)
-    assert len(watched.look()[0]) == 20
+    assert watched.progress.row["step"] == 20
     (run / "new").write_text("".join(json.dumps(one) + "\n" for one in recent(10)))
     (run / "new").replace(run / "metrics.jsonl")
-    watched.look()
-    assert watched.state.progress.step == 10
-    assert len(watched.state.progress.walls()) == 9
+    assert len(watched.progress.look()) == 10
+    assert watched.progress.row["step"] == 10
+    assert len(watched.progress.walls()) == 9
 
 
 def test_without_a_terminal_lines_are_printed_until_the_run_is_complete(tmp_path, capsys, monkeypatch):
     run = make_run(tmp_path, recent(1), steps=40)
-    later = recent(40)
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
 
-    def pass_time(_):
-        write_lines(run, [later.pop(0) for _ in range(min(7, len(later)))])
-        if not later:
-            (run / "summary.json").write_text('{"steps": 40, "seconds": 12.5}')
+    def train():
+        for first in range(1, 40, 7):
+            time.sleep(0.05)
+            write_lines(run, recent(40)[first : first + 7])
+        (run / "summary.json").write_text('{"steps": 40, "seconds": 12.5}')
 
-    later.pop(0)
-    clock = SimpleNamespace(sleep=pass_time, time=time.time, monotonic=time.monotonic)  # of no other thread
-    monkeypatch.setattr(module, "time", clock)
+    thread = Thread(target=train)
+    thread.start()
     watch(run)
+    thread.join()
     printed = capsys.readouterr().out
     assert [int(step) for step in re.findall(r"^step (\d+)/40  reward", printed, flags=re.MULTILINE)] == list(
         range(2, 41, 2)
@@ -101,15 +101,14 @@ def test_without_a_terminal_lines_are_printed_until_the_run_is_complete(tmp_path
         ({"config.toml": "run = 3", "summary.json": '{"steps": "x", "seconds": []}'}, "complete"),
         ({"summary.json": "[" * 100_000}, "stopped before the end of a step"),
         ({"metrics.jsonl": '{"step": 3, "rewards/\\u001b[2J": 0.5, "rewards/b": 1}\n'}, "\\x1b[2J"),
-        ({"metrics.jsonl": '{"step": 1, "eval/\\u001b[2J\\n/reward/mean": 1}\n'}, "1.000 (none to none) after step 1"),
+        ({"metrics.jsonl": '{"step": 1, "eval/\\u001b[2J\\n/reward/mean": 1}\n'}, "1.000 after step 1"),
     ],
 )
-def test_strange_folders(tmp_path, files, expected):
+def test_strange_folders(tmp_path, files, expected, capsys):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    watched = Watched(tmp_path)
-    watched.look()
-    shown = picture(watched)
+    watch(tmp_path, once=True)
+    shown = capsys.readouterr().out
     assert expected in shown
     assert not any(ord(character) < 32 for character in shown.replace("\n", ""))
 

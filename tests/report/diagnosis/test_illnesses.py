@@ -12,8 +12,8 @@ import torch
 
 from cohort import GRPOConfig
 from cohort.objective import PRESETS
-from cohort.report.console.progress import RunState
 from cohort.report.diagnosis import NAMES, Diagnosis, Level
+from cohort.report.progress import Progress
 from cohort.train.layout import part_of
 from cohort.train.logps import policy_logps
 from cohort.types import FinishReason
@@ -220,7 +220,7 @@ def test_a_healthy_run_is_only_told_why_its_value_is_zero():
     findings = findings_of(run := train())
     assert [(one.check, one.level, one.step) for one in findings] == [("value_zero", Level.NOTE, 1)]
     assert "normal" in findings[0].found
-    state, lines = RunState(), run[0]
+    state, lines = Progress(), run[0]
     assert [text for line in lines for text in state.add(line)] == []  # nothing is said of it while the run goes on
 
 
