@@ -18,11 +18,11 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 import numpy as np
 from rich.ansi import AnsiDecoder
@@ -358,6 +358,7 @@ LINE_SECONDS = 1.0
 """Steps that take less have no line each."""
 SCROLL = {b"\x1b[A": -1, b"\x1bOA": -1, b"\x1b[B": 1, b"\x1bOB": 1, b"\x1b[5~": -10, b"\x1b[6~": 10, b" ": 10}
 """Lines by which a key moves the text of a group."""
+FAILED = "the live display ended: %r"
 log = logging.getLogger("cohort.report")
 
 
@@ -399,8 +400,9 @@ class Display(RenderHook):
         """The picture as it was drawn; empty: there is none on the terminal."""
         self._size = ConsoleDimensions(0, 0)
         self._page: _Page | None = None
-        self._keys, self._hook = Keys(), sys.breakpointhook
-        self._streams: dict[str, Printed] = {}
+        self._keys, self._printed = Keys(), list[Printed]()
+        self._taken = ExitStack()
+        """Gives back what was taken with the terminal."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cohort-display", daemon=True)
 
@@ -440,7 +442,7 @@ class Display(RenderHook):
         try:
             self._give_terminal_back(writable=not self._thread.is_alive())
         except Exception as error:  # the run goes on
-            self._log(error)
+            log.warning(FAILED, error, exc_info=error)
 
     @property
     def draws(self) -> bool:
@@ -484,41 +486,33 @@ class Display(RenderHook):
     # The terminal.
 
     def _take_terminal(self) -> None:
-        stream = sys.stdout
-        self._console = Console(file=stream, legacy_windows=False, highlight=False, markup=False, emoji=False)
+        self._console = Console(file=sys.stdout, legacy_windows=False, highlight=False, markup=False, emoji=False)
         self._console.push_render_hook(self)
-        for name in ("stdout", "stderr"):
-            if _is_terminal(one := getattr(sys, name)):
-                one.flush()
-                self._streams[name] = Printed(one, self._console)
-                setattr(sys, name, self._streams[name])
-        self._hook, sys.breakpointhook = sys.breakpointhook, self._on_breakpoint
+        for redirected, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
+            if _is_terminal(stream):
+                stream.flush()
+                self._printed.append(Printed(stream, self._console))
+                self._taken.enter_context(redirected(cast("TextIO", self._printed[-1])))
         terminal.changed.append(self._keys.release)
+        self._taken.callback(terminal.changed.remove, self._keys.release)
+        self._taken.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
+        sys.breakpointhook = self._on_breakpoint
 
     def _give_terminal_back(self, *, writable: bool = True) -> None:
-        if (console := self._console) is None:
-            return
-        drawn = bool(self._lines)
+        console, drawn = self._console, bool(self._lines)
         self._console, self._lines = None, []
-        console.pop_render_hook()
-        terminal.changed.remove(self._keys.release)
-        sys.breakpointhook = self._hook
-        try:
-            if writable:
+        with self._taken:
+            if console and writable:
                 console.print(ERASE if drawn else "", end="")
-                for printed in self._streams.values():
+                for printed in self._printed:
                     printed.close_line()
-            if writable and drawn:
-                console.print("", view(self.progress, console.options, going=False), sep="\n")
-        finally:
-            for name, printed in self._streams.items():
-                if getattr(sys, name) is printed:
-                    setattr(sys, name, printed.stream)
+                if drawn and self._ended.is_set():
+                    console.print("", view(self.progress, console.options, going=False), sep="\n")
 
     def _on_breakpoint(self, *arguments: Any, **named: Any) -> Any:
         """``breakpoint()`` in a reward function: the debugger gets the terminal, and the display ends."""
         self.__exit__()
-        return self._hook(*arguments, **named)
+        return sys.breakpointhook(*arguments, **named)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """Rich's hook: what is printed, above the picture."""
@@ -539,12 +533,8 @@ class Display(RenderHook):
                 self._tick()
         except Exception as error:  # the run goes on, and prints plain lines
             self._keys.release()
-            with suppress(Exception):
-                self._give_terminal_back()
-            self._log(error)
-
-    def _log(self, error: Exception) -> None:
-        log.warning("the live display ended: %r", error, exc_info=error)
+            self._give_terminal_back()
+            log.warning(FAILED, error, exc_info=error)
 
     def _tick(self) -> None:
         self._keys.follow(wanted=self.draws and not self._ending())

@@ -240,10 +240,8 @@ def step_line(metrics: dict[str, Any], *, groups_can_die: bool = True) -> str:
             parts.append(f"calls {calls:.2f}" + (f" ({failed:.0%} failed)" if failed else ""))
         if metrics.get("episodes/failed"):
             parts.append(f"{metrics['episodes/failed']} episodes failed")
-    if "entropy" in metrics:
-        parts.append(f"entropy {number(metrics['entropy'], '.4f')}")
-    if "kl/k3" in metrics:
-        parts.append(f"KL {number(metrics['kl/k3'], '.4f')}")
+    named = {"entropy": "entropy", "KL": "kl/k3"}
+    parts += [f"{name} {number(metrics[key], '.4f')}" for name, key in named.items() if key in metrics]
     parts.append(f"{number(metrics.get('tokens_per_second'), ',.0f')} tokens/s")
     return "  ".join(parts)
 

@@ -6,7 +6,6 @@ import math
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -159,8 +158,7 @@ def _quitting_on_signals(display: Display) -> Iterator[None]:
         display.__exit__()
         signal.raise_signal(number)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(one) is signal.SIG_DFL]
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, end)
     try:

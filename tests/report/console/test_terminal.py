@@ -241,6 +241,7 @@ def test_after_an_error_in_the_display_the_run_prints_plain_lines(tmp_path, monk
 def test_what_is_printed_comes_above_the_display(tmp_path, monkeypatch, drawn):
     stream, look = drawn
     monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "breakpointhook", lambda: "debugged")
     with Display.of_training(40, make_run(tmp_path)) as display:
         wait_for(lambda: "step  0/40" in look(), 10)
         print("a", end="")
@@ -254,8 +255,7 @@ def test_what_is_printed_comes_above_the_display(tmp_path, monkeypatch, drawn):
             sys.stdout.flush()
             os._exit(0)
         os.wait()
-        display._hook = lambda: "debugged"
-        assert sys.breakpointhook() == "debugged"  # as ``breakpoint()`` in a reward function calls it
+        assert breakpoint() == "debugged"
         assert sys.stdout is stream
     text = look()
     # Each line replaces the picture, which is drawn again below it, and the cursor goes back up.
