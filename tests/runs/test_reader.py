@@ -293,3 +293,15 @@ def test_no_link_out_of_the_folder_is_followed(tmp_path):
     (run / "rollouts").mkdir()
     (run / "rollouts" / "step-1.parquet").symlink_to(Run(other).rollouts[1])
     assert Run(run).rollouts == {}
+
+
+def test_rows_are_by_step_whatever_the_order_of_their_lines(tmp_path):
+    run = make_run(tmp_path, [line(1), line(5)])
+    reader = Run(run)
+    assert [row["step"] for row in reader.rows] == [1, 5]
+    write_lines(run, [line(3), line(1, reward__mean=9.0), line(9)])
+    assert [row["step"] for row in reader.refresh()[1]] == [3, 1, 9]
+    write_lines(run, [line(9), line(8), line(10)])
+    reader.refresh()
+    assert [row["step"] for row in reader.rows] == [1, 3, 5, 8, 9, 10]
+    assert reader.rows[0]["reward/mean"] == 9.0

@@ -138,23 +138,6 @@ def test_a_run_that_starts_in_the_background(terminal, tmp_path):
     assert "health" not in screen
 
 
-@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"CI": "true"}, {"TERM": ""}])
-def test_terminals_that_get_plain_lines(variables, tmp_path, monkeypatch):
-    outside, inside = pty.openpty()
-    with os.fdopen(inside, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        for name in ("CI", "NO_COLOR"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("TERM", "xterm")
-        live = is_live_terminal()
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        plain = is_live_terminal()
-        monkeypatch.undo()
-    os.close(outside)
-    assert (live, plain) == (True, False)
-
-
 def test_keys_are_read_and_the_terminal_is_as_before(monkeypatch):
     outside, inside = pty.openpty()
     monkeypatch.setattr(sys, "stdin", os.fdopen(inside))
@@ -223,6 +206,16 @@ def drawn(monkeypatch):
     yield stream, look
     stream.close()
     os.close(outside)
+
+
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("CI", "true"), ("TERM", "")])
+def test_terminals_that_get_plain_lines(name, value, monkeypatch, drawn):
+    monkeypatch.setattr(sys, "stdout", drawn[0])
+    live = is_live_terminal()
+    monkeypatch.setenv(name, value)
+    plain = is_live_terminal()
+    monkeypatch.undo()
+    assert (live, plain) == (True, False)
 
 
 def test_after_an_error_in_the_display_the_run_prints_plain_lines(tmp_path, monkeypatch, caplog, drawn):
