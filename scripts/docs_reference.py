@@ -20,12 +20,11 @@ from pydantic.fields import FieldInfo
 import cohort.cli.main  # noqa: F401  (the commands)
 from cohort.cli.app import app
 from cohort.config import GRPOConfig, Source
-from cohort.config.section import Section, subsection
+from cohort.config.schema import Section, marks_of, subsection
 from cohort.objective import explain
 from cohort.presets import PRESETS, Objective
 from cohort.presets.base import kinds
 from cohort.rewards.names import BUILTIN_REWARDS, explain_reward
-from cohort.runs.changes import MAY_CHANGE_ON_RESUME
 
 SETTINGS, PARTS, COMMANDS = "reference/settings.md", "reference/parts.md", "reference/commands.md"
 ROOMS = {
@@ -159,8 +158,8 @@ def _facts(field: FieldInfo) -> str:
 
 
 def _setting(path: str, field: FieldInfo, otherwise: str = "") -> list[str]:
-    parts = path.split(".")
-    changes = any(".".join(parts[:n]) in MAY_CHANGE_ON_RESUME for n in range(1, len(parts) + 1))
+    mark = marks_of(GRPOConfig).get(path)
+    changes = mark is not None and mark.resume in ("free", "drifts")
     facts = f"{_facts(field)}{' · may change' if changes else ''}\n{{ .setting }}"
     return [f"### {path} {{ #{path} }}", facts, _prose(field.description or otherwise)]
 

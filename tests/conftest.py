@@ -122,25 +122,6 @@ def _budgets_are_measured_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _code_of_tests_is_read_once() -> Iterator[None]:
-    """The statements that a reward function of a test module reaches do not change: following them is a twentieth of a
-    small run. Code elsewhere, which tests write, is read each time."""
-    code = sys.modules.get("cohort.runs.code")
-    if code is None:
-        yield
-        return
-    real, own = code._reached, functools.cache(code._reached)
-
-    def reached(name: str, first: str) -> list[str] | None:
-        path = getattr(sys.modules.get(name), "__file__", None) or ""
-        return (own if path.startswith(str(ROOT / "tests")) else real)(name, first)
-
-    code._reached = reached
-    yield
-    code._reached = real
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _mistakes_in_trials_are_raised() -> Iterator[None]:
     """An implementation whose trial fails is not used, and the next one hides a mistake of the package's own: tests
     raise what only a mistake raises. (Elsewhere the package reads what models' own code returns.)"""

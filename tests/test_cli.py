@@ -128,7 +128,7 @@ def good(tmp_path, model_folder, monkeypatch):
     ("arguments", "message"),
     [
         ("--rollout.num_generation 4", "did you mean --rollout.num_generations?"),
-        ("--data.train nope.jsonl", "no data file nope.jsonl"),
+        ("--data.train nope.jsonl", "nope.jsonl"),
         ("--data.train=", "set data.train"),
         ("--data.prompt_column question", "no column 'question'; the row has: prompt, answer"),
         ("--rollout.prompts_per_step 10", "9 prompts, fewer than one step"),
@@ -137,7 +137,7 @@ def good(tmp_path, model_folder, monkeypatch):
         ("--reward.functions reward.py:needs", "needs the argument 'gold'; it can have: prompt, answer"),
         ("--reward.functions reward.py:short", "one reward per completion: 4, got 1"),
         ("--reward.functions reward.py:crash", "raised RuntimeError: boom"),
-        ("--model.path ./nope", "no model folder ./nope"),
+        ("--model.path ./nope", "/nope"),
         ("--model.path=", "set model.path"),
         ("--model.path bare", "holds no tokenizer"),
         ("--model.path torn", "cannot load a causal language model"),

@@ -1,6 +1,5 @@
 """What the package brings along: recipes, two models, a data set."""
 
-import json
 import re
 
 import pytest
@@ -81,52 +80,3 @@ def test_a_recipe_without_its_head_is_named(monkeypatch, tmp_path):
         shipped.recipes()
     with pytest.raises(ConfigError, match="has no docs: looked for"):
         shipped.folder("docs")
-
-
-SETTINGS = """
-[model]
-path = "model"
-[data]
-train = [{ path = "a.jsonl", filter = "mine.py:keep", name = "model" }, "b.jsonl"]
-eval = { first = "c.jsonl", second = [{ path = "openai/gsm8k:main" }] }
-chat_template = "t.jinja"
-prompt_template = "mine.py:keep {x}"
-[environment]
-factory = { one = "mine.py:Game" }
-[reward]
-functions = ["mine.py:score(limit=3)", "there.py:score", "gsm8k", "judge(batch_size=2)", "missing.py:f"]
-[objective]
-trust_region = "mine.py:rule"
-[run]
-output_dir = "model"
-"""
-
-
-def test_names_in_a_file_belong_to_its_folder_first(tmp_path, monkeypatch):
-    here, there = tmp_path / "here", tmp_path / "here" / "recipe"
-    for name in ("model", "judge"):
-        (there / name).mkdir(parents=True)
-    for name in ("a.jsonl", "c.jsonl", "t.jinja", "mine.py"):
-        (there / name).write_text("{{ messages }}")
-        (here / name).write_text("another")
-    (here / "there.py").touch()
-    (there / "config.toml").write_text(SETTINGS)
-    monkeypatch.chdir(here)
-    config = load_config("recipe/config.toml", ["--model.lora.adapter", "model"])
-    assert (config.model.path, config.model.lora.adapter, config.run.output_dir) == ("recipe/model", "model", "model")
-    first, second = config.data.train
-    assert (first.path, first.filter, first.name) == ("recipe/a.jsonl", "recipe/mine.py:keep", "model")
-    assert second.path == "recipe/b.jsonl"  # it is nowhere: the error is to name the place beside the file
-    assert config.data.eval["first"] == "recipe/c.jsonl"
-    assert config.data.eval["second"][0].path == "openai/gsm8k:main"
-    assert (config.data.chat_template, config.data.prompt_template) == ("{{ messages }}", "mine.py:keep {x}")
-    assert config.environment.factory == {"one": "recipe/mine.py:Game"}
-    assert config.reward.functions == (
-        *("recipe/mine.py:score(limit=3)", "there.py:score", "gsm8k", "recipe/judge(batch_size=2)"),
-        "recipe/missing.py:f",
-    )
-    assert config.objective.trust_region == "recipe/mine.py:rule"
-    as_it_stands = load_config("recipe/config.toml", of_run=True)  # in a run folder, names are the working directory's
-    assert json.dumps(as_it_stands.model_dump(mode="json")).count("recipe/") == 0
-    monkeypatch.chdir(there)
-    assert load_config("config.toml").model.path == "model"

@@ -1,11 +1,13 @@
-"""What the package brings along: the recipes, the documentation, and two small models and a data set by name."""
+"""What the package brings along by name: rewards, two small models and a data set, the recipes, the documentation."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cohort.errors import CohortError, ConfigError, did_you_mean
 
@@ -53,6 +55,48 @@ def shipped(name: str, kind: str, error: type[CohortError]) -> str:
     if name not in known:
         raise error(f"no {kind} {name!r} is shipped: there is {', '.join(known)}{did_you_mean(name, known)}")
     return str(known[name])
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinReward:
+    """A reward function of the package. It is imported on demand."""
+
+    name: str
+    module: str
+    """Module within ``cohort.rewards`` that holds the function of the same name."""
+    package: str | None = None
+    """Required package."""
+    extra: str = "rewards"
+    """The extra that has the package."""
+    program: str | None = None
+    """Required program. The function checks for it."""
+
+    def load(self) -> Any:
+        """Import the function."""
+        return getattr(importlib.import_module(f"cohort.rewards.{self.module}"), self.name)
+
+
+BUILTIN_REWARDS: dict[str, BuiltinReward] = {
+    row.name: row
+    for row in (
+        BuiltinReward("math", "mathematics", "math_verify"),
+        BuiltinReward("reasoning_answer", "mathematics", "math_verify"),
+        BuiltinReward("gsm8k", "mathematics"),
+        BuiltinReward("code", "code", program="bwrap"),
+        BuiltinReward("exact_match", "text"),
+        BuiltinReward("fuzzy_match", "text", "rapidfuzz"),
+        BuiltinReward("regex", "text"),
+        BuiltinReward("json_schema", "text", "jsonschema"),
+        BuiltinReward("think_format", "text"),
+        BuiltinReward("soft_overlong", "text"),
+        BuiltinReward("cosine_length", "text"),
+        BuiltinReward("repetition_penalty", "text"),
+        BuiltinReward("language", "text", "py3langid"),
+        BuiltinReward("environment_reward", "environment"),
+        BuiltinReward("reasoning_gym", "text", "reasoning_gym", extra="reasoning-gym"),
+    )
+}
+"""Name to row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,16 +21,17 @@ from cohort.config import (
     load_config,
     parse_settings,
     to_toml,
+    with_absolute_names,
 )
-from cohort.config.beside import BUILTIN_REWARDS
-from cohort.config.section import foreign_names, setting_paths
+from cohort.config.schema import foreign_names, setting_paths
 from cohort.errors import ConfigError
 from cohort.presets import PRESETS
 from cohort.presets.parts import KL
 from cohort.presets.trust_regions import PPOClip
-from cohort.rewards.names import BUILTIN_REWARDS as BUILTIN_REWARD_ROWS
 from cohort.rollout import Sampling
 from tests.conftest import each
+
+HERE = Path.cwd()
 
 
 def load(tmp_path, text, *overrides):
@@ -94,21 +95,24 @@ def test_file_and_overrides(tmp_path):
         ("reward.weights", "[1, 2]", (1.0, 2.0)),
         ("reward.functions", "", ()),
         ("reward.functions", '["a:f", "b:g"]', ("a:f", "b:g")),
-        ("reward.functions", "f.py:a(x=1, y=(2, 3)),math", ("f.py:a(x=1, y=(2, 3))", "math")),
+        ("reward.functions", "f.py:a(x=1, y=(2, 3)),math", (f"{HERE}/f.py:a(x=1, y=(2, 3))", "math")),
         ("rollout.stop", "\n", ("\n",)),
         ("rollout.stop", "a,b)", ("a", "b)")),
         ("eval.pass_at_k", "1", (1,)),
         ("eval.pass_at_k", "", ()),
         ("model.lora.rank", "8", 8),
         ("model.lora.target_modules", "q_proj,v_proj", ("q_proj", "v_proj")),
-        ("data.train", "c, d.jsonl", "c, d.jsonl"),
-        ("data.filter", "mine.py:keep", "mine.py:keep"),
+        ("data.train", "c, d.jsonl", f"{HERE}/c, d.jsonl"),
+        ("data.filter", "mine.py:keep", f"{HERE}/mine.py:keep"),
         ("data.filter", "{ n = 1 }", {"n": 1}),
         ("data.filter.pass_rate.min", "0.1", {"pass_rate": {"min": 0.1}}),
         ("data.chat_template_kwargs.a.b", "True", {"a": {"b": True}}),
         ("data.columns.a.b", "x", {"a.b": "x"}),
-        ("data.eval", '{ gsm8k = "test.jsonl" }', {"gsm8k": "test.jsonl"}),
-        ("data.eval.gsm8k", "x", {"gsm8k": "x"}),
+        ("data.eval", '{ gsm8k = "test.jsonl" }', {"gsm8k": f"{HERE}/test.jsonl"}),
+        ("data.eval.gsm8k", "x.csv", {"gsm8k": f"{HERE}/x.csv"}),
+        ("objective.baseline", "mine.py:base", f"{HERE}/mine.py:base"),
+        ("environment.tools", "calculator,mcp:python server.py:x", ("calculator", "mcp:python server.py:x")),
+        ("environment.factory.a", "world.py:World", {"a": f"{HERE}/world.py:World"}),
     ],
 )
 def test_values_on_the_command_line(setting, text, value):
@@ -152,7 +156,11 @@ def test_overrides_are_merged_into_the_tables_of_the_file(tmp_path):
         ("", ["--eval.pass_at_k", "[0]"], "eval.pass_at_k.0: input should be greater than or equal to 1, got 0"),
         ("", ["--data.eval", '{ "a/b" = "x" }'], "data.eval: an evaluation set's name .* got 'a/b'"),
         ("", ["--model.precision", "fp16"], "precision: input should be 'auto'"),
-        ("", ["--rollout.json_schema", "nowhere.json"], "rollout.json_schema: cannot read nowhere.json: No such file"),
+        (
+            "",
+            ["--rollout.json_schema", "nowhere.json"],
+            f"rollout.json_schema: cannot read {HERE}/nowhere.json: No such",
+        ),
         ("", ["--optim.per_device_train_batch_size", "4"], "batches follow from rollout.prompts_per_step"),
         ("[rollout]\nmin_tokens = 3", [], "unknown setting rollout.min_tokens: set rollout.min_completion_length"),
     ],
@@ -189,7 +197,7 @@ def test_a_list_that_is_given_twice_is_an_error():
     twice = ["--reward.functions", "a.py:f", "--reward.functions", "think_format"]
     with pytest.raises(ConfigError, match=r"given twice, .* as '\[\"a.py:f\", \"think_format\"\]'"):
         apply_overrides({}, twice)
-    assert apply_overrides({}, twice[:2] * 2).reward.functions == ("a.py:f",)
+    assert apply_overrides({}, twice[:2] * 2).reward.functions == (f"{HERE}/a.py:f",)
     assert apply_overrides({}, ["--reward.weights", "none", "--reward.weights", "[1]"]).reward.weights == (1.0,)
     assert apply_overrides({}, ["--run.seed", "1", "--run.seed", "2"]).run.seed == 2
 
@@ -377,7 +385,10 @@ def test_sources(tmp_path):
     a, b = (str(tmp_path / name) for name in ("a.jsonl", "b.csv"))  # beside the file
     assert [(source.path, source.weight) for source in config.data.train] == [(a, 2.0), (b, None)]
     listed = load(tmp_path, file, "--data.train", '["a.jsonl", {path = "b", split = "x"}]').data.train
-    assert [(source.path, source.split) for source in listed] == [("a.jsonl", None), ("b", "x")]
+    assert [(source.path, source.name, source.split) for source in listed] == [
+        (str(HERE / "a.jsonl"), "a.jsonl", None),
+        ("b", None, "x"),
+    ]
     one = GRPOConfig(data={"eval": {"path": "a.jsonl", "rows": 3}}).data.eval
     assert [(source.path, source.rows) for source in one] == [("a.jsonl", 3)]
     sets = GRPOConfig(data={"eval": {"a": tmp_path / "a.jsonl", "b": ["b.jsonl"]}}).data.eval
@@ -487,6 +498,71 @@ def test_a_config_file_without_an_end(tmp_path):
         load_config(tmp_path / "c.toml")
 
 
+def test_names_of_files_are_absolute(tmp_path, monkeypatch):
+    """Those of a file belong to its folder, else to the working directory; those of overrides to the latter. What is no
+    name of a file stays."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "conf" / "org" / "there").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("rows.jsonl", "both.jsonl", "mine.py", "math", "../conf/both.jsonl", "../conf/rewards.py"):
+        Path(name).touch()
+    for folder, text in (("here", "another"), ("conf", "{{ messages }}")):
+        (tmp_path / folder / "t.jinja").write_text(text)
+    text = """
+        model.path = "org/there"
+        model.lora.adapter = "org/gone"
+        data.train = ["rows.jsonl", { path = "both.jsonl", filter = "rewards.py:keep" }, "org/rows", "cohort:addition"]
+        data.eval = { a = "gone.jsonl", b = { path = "./gone" } }
+        data.filter = { file = "both.jsonl" }
+        data.chat_template = "t.jinja"
+        data.prompt_template = "mine.py:keep {x}"
+        reward.functions = ["rewards.py:f(x='mine.py:g')", "module:f", "math", "gone.py:f", "regex(pattern='.py:')"]
+        environment.factory = { a = "mine.py:World" }
+        objective.baseline = "rewards.py:base"
+        vllm.python = "mine.py"
+    """
+    (tmp_path / "conf" / "c.toml").write_text(text)
+    here, conf = tmp_path / "here", tmp_path / "conf"
+    config = load_config("../conf/c.toml", ["--environment.history", "gone.py:f", "--model.revision", "mine.py"])
+    assert (config.model.path, config.model.lora.adapter, config.model.revision) == (
+        f"{conf}/org/there",
+        "org/gone",
+        "mine.py",
+    )
+    assert [(source.path, source.name, source.filter) for source in config.data.train] == [
+        (f"{here}/rows.jsonl", "rows.jsonl", None),
+        (f"{conf}/both.jsonl", "both.jsonl", f"{conf}/rewards.py:keep"),
+        ("org/rows", None, None),
+        ("cohort:addition", None, None),
+    ]
+    assert config.data.eval["a"] == f"{conf}/gone.jsonl"
+    assert [source.path for source in config.data.eval["b"]] == [f"{conf}/gone"]
+    assert config.data.filter == {"file": "both.jsonl"}
+    assert (config.data.chat_template, config.data.prompt_template) == ("{{ messages }}", "mine.py:keep {x}")
+    functions = (
+        f"{conf}/rewards.py:f(x='mine.py:g')",
+        "module:f",
+        "math",
+        f"{conf}/gone.py:f",
+        "regex(pattern='.py:')",
+    )
+    assert config.reward.functions == functions
+    assert config.environment.factory == {"a": f"{here}/mine.py:World"}
+    assert config.environment.history == f"{here}/gone.py:f"
+    assert (config.objective.baseline, config.vllm.python) == (f"{conf}/rewards.py:base", f"{here}/mine.py")
+    assert written(tmp_path, config) == with_absolute_names(config) == config
+    (tmp_path / "a (1)").mkdir()
+    monkeypatch.chdir(tmp_path / "a (1)")
+    Path("judge (2)").mkdir()
+    specs = ("r.py:f(x=1, y='b.py:g')", "r.py:f()", "judge (2)(batch_tokens=9)", "judge (2)", "math()")
+    found = with_absolute_names(with_absolute_names(GRPOConfig(functions=specs))).reward.functions
+    assert found == (*(f"{tmp_path}/a (1)/{spec}" for spec in specs[:4]), "math()")
+    monkeypatch.chdir(here)
+    python = GRPOConfig(train="rows.jsonl", filter="gone.py:keep")
+    assert python.data.train == "rows.jsonl"
+    assert with_absolute_names(python) == GRPOConfig(train=f"{here}/rows.jsonl", filter=f"{here}/gone.py:keep")
+
+
 def test_text_that_is_not_utf_8():
     for give in (
         lambda text: apply_overrides({}, ["--data.chat_template", text]),
@@ -497,7 +573,6 @@ def test_text_that_is_not_utf_8():
 
 
 def test_a_folder_beside_the_file_is_no_builtin_reward(tmp_path):
-    assert frozenset(BUILTIN_REWARD_ROWS) == BUILTIN_REWARDS
     for name in ("gsm8k", "judge"):
         (tmp_path / name).mkdir()
     (tmp_path / "c.toml").write_text('[reward]\nfunctions = ["gsm8k", "gsm8k()", "judge", "judge(batch_tokens=9)"]')

@@ -4,13 +4,14 @@ import contextlib
 import json
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from cohort.cli import main
-from cohort.config import DataConfig, load_config
+from cohort.config import DataConfig
 from cohort.data import PromptSet, load_rows
 from cohort.demo.task import accuracy, problems
 from cohort.errors import RunFolderError
@@ -72,10 +73,12 @@ def finished_run(demo_tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def run_folder(finished_run, tmp_path, monkeypatch):
-    """A copy of the run, in the current folder."""
+    """A copy of the run, in the current folder, as if it had been started here."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
-    remember(load_config("run/config.toml", of_run=True), tmp_path / "run")  # the copied reward is another file
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace(str(finished_run), str(tmp_path)))
+    remember(tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -194,6 +197,7 @@ def test_input_files_of_a_run_are_not_overwritten(run_folder, tmp_path, capsys):
 def test_reward_weights_of_the_run_are_dropped_with_its_rewards(run_folder):
     config = run_folder / "config.toml"
     config.write_text(config.read_text().replace("[reward]", "[reward]\nweights = [0.5]"))
+    remember(run_folder)
     assert Request(str(run_folder)).settings().reward.weights == (0.5,)
     assert Request(str(run_folder), reward=("math", "mine.py:digits")).settings().reward.weights is None
     weighted = Request(str(run_folder), ("--reward.weights", "[2]"), reward=("mine.py:digits",))
@@ -225,7 +229,7 @@ MODEL_RUN = " ".join([RUN, *SETTINGS])
     [
         ("", "no data to evaluate on: give --data FILE"),
         ("--data rows.jsonl", "no reward function: give --reward NAME"),
-        (f"--data nope.jsonl --reward {REWARD}", "no data file nope.jsonl"),
+        (f"--data nope.jsonl --reward {REWARD}", "/nope.jsonl"),
         ("--data rows.jsonl --reward nope", "unknown reward 'nope'"),
         (RUN, "row 0: no column 'prompt'"),
         (f"{RUN} --data a=rows.jsonl", "NAME=FILE: rows.jsonl has none"),
@@ -285,7 +289,11 @@ def test_flags_are_short_forms_of_settings():
     )
     config = request.settings()
     assert config.reward.functions == ("math", "soft(a=1, b=2)")
-    assert (config.data.eval, config.eval.pass_at_k, config.eval.temperature_eval) == ("rows.jsonl", (1, 8), 0.0)
+    assert (config.data.eval, config.eval.pass_at_k, config.eval.temperature_eval) == (
+        str(Path.cwd() / "rows.jsonl"),
+        (1, 8),
+        0.0,
+    )
     assert (config.eval.top_k_eval, config.eval.top_p_eval) == (0, None)
 
 

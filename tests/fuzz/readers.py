@@ -471,7 +471,7 @@ def read_folder(folder: Path, given: tuple[str, bytes]) -> None:
         lambda: changed_facts(read_whole(run), read_whole(source)),
         lambda: Request(str(run), trust=str(run), data=("rows.jsonl",), reward=("math",)).settings(),
         lambda: model_of(str(run)),
-        lambda: Generation(model=str(run), trust=str(run)).sampling(),
+        lambda: Generation(model=str(run), trust=str(run)).settings,
         lambda: last_start(run),
         lambda: RunFolder(run).check_resumable(load_config(run / "config.toml", of_run=True)),
         lambda: RunFolder(run).evaluations(),

@@ -155,7 +155,7 @@ def test_code_of_strangers_does_not_run(made_up):
     config = GRPOConfig(max_completion_length=8, functions=["rewards.py:score"], baseline="evil.py:baseline")
     (made_up / "config.toml").write_text(to_toml(config))
     with pytest.raises(
-        RunFolderError, match=r"(?s)name code that you have not run.*objective.baseline: evil.py"
+        RunFolderError, match=r"(?s)name code, this account has not run.*objective.baseline: evil.py"
     ) as error:
         replay(made_up, Request(""))
     assert "rewards.py" not in str(error.value)  # a replay calls no reward function

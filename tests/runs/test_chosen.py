@@ -13,6 +13,7 @@ from cohort.cli import main
 from cohort.config import load_config
 from cohort.errors import ConfigError, ModelError, RunFolderError
 from cohort.evaluation.command import Request as Evaluation
+from cohort.evaluation.evaluate import eval_sampling
 from cohort.generate.request import Request as Generation
 from cohort.generate.request import note_on_template, read_rows, render
 from cohort.rewards.names import resolve_reward
@@ -48,6 +49,7 @@ def elsewhere(tmp_path, monkeypatch):
 def copied(project, tmp_path):
     """A copy of the run, whose settings may be changed."""
     shutil.copytree(project / "run", tmp_path / "run")
+    remember(tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -57,7 +59,7 @@ def change(run, *changes):
         assert old in text
         text = text.replace(old, new, 1)
     (run / "config.toml").write_text(text)
-    remember(load_config(run / "config.toml"), run)
+    remember(run)
 
 
 def lines(path):
@@ -85,32 +87,22 @@ def test_eval_and_generate_draw_the_same_from_any_folder(project, elsewhere, cap
     assert json.loads((elsewhere / "3.json").read_text())["metrics"][0]["eval/reward/mean"] == 3
 
 
-def test_only_a_module_that_a_setting_names_opens_its_folder(copied, elsewhere, tmp_path, capsys, monkeypatch):
-    """The folder that the run says it was started in may be anybody's: libraries look for optional modules."""
+def test_only_a_module_that_a_setting_names_opens_its_folder(project, copied, elsewhere, tmp_path, monkeypatch):
+    """Libraries look for optional modules: the folder in which the run was started is searched for no other."""
     home = tmp_path / "home"
     home.mkdir()
-    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
     (home / "numexpr.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
-    (home / "scores_of_home.py").write_text(DIGITS.replace("sum(", "helper_of_home.one * sum("))
-    text = (home / "scores_of_home.py").read_text()
-    (home / "scores_of_home.py").write_text(f"import helper_of_home\n{text}")
     (home / "helper_of_home.py").write_text("one = 1\n")
-    start = lines(copied / "starts.jsonl")[-1] | {"folder": str(home)}
-    (copied / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    text = DIGITS.replace("sum(", "helper_of_home.one * sum(")
+    (home / "scores_of_home.py").write_text(f"import helper_of_home\n{text}")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    config = (copied / "config.toml").read_text().replace("held/data.jsonl", "rows.jsonl")
-    (copied / "config.toml").write_text(config.replace("mine.py:digits", "exact_match"))
+    monkeypatch.chdir(home)
+    change(copied, (f"{project}/mine.py:digits", "scores_of_home:digits"))
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "scores_of_home.py").write_text("raise RuntimeError('of another folder')")
     settings = Evaluation(str(copied)).settings()
-    assert settings.data.eval == f"{home}/rows.jsonl"
     assert str(home) not in sys.path
     assert importlib.util.find_spec("numexpr") is None or "home" not in importlib.util.find_spec("numexpr").origin
-    # A module is checked by the file that it stands for there, and then loaded from that file.
-    (copied / "config.toml").write_text(config.replace("mine.py:digits", "scores_of_home:digits"))
-    with pytest.raises(RunFolderError, match="scores_of_home:digits"):
-        Evaluation(str(copied)).settings()
-    (elsewhere / "scores_of_home.py").write_text("raise RuntimeError('of another folder')")
-    settings = Evaluation(str(copied), trust=str(copied)).settings()
-    assert str(home) not in sys.path
     assert resolve_reward(*settings.reward.functions)(completions=["1234567890"]) == [10 / 9]
     assert sys.modules["scores_of_home"].__file__ == f"{home}/scores_of_home.py"
 
@@ -166,41 +158,39 @@ def test_a_misspelt_run_beside_others(copied):
         model_of(str(copied.parent / "typo"))
 
 
-def test_functions_that_have_moved(copied, elsewhere):
-    change(copied, ("mine.py:digits", "gone.py:digits"))
-    with pytest.raises(
-        RunFolderError, match=r"name gone.py \(reward.functions\), which is not there; the run was .*, as"
-    ):
-        Evaluation(str(copied)).settings()
-    Evaluation(str(copied), reward=("math",)).settings()
-    Generation(model=str(copied)).sampling()  # which needs no reward
-    long = "x" * 300
-    change(copied, ("gone.py:digits", f"{long}.py:digits"))
-    with pytest.raises(RunFolderError, match="x.py .reward.functions., which is not there"):
-        Evaluation(str(copied)).settings()
-    change(copied, (f"{long}.py:digits", "/nowhere/gone.py:digits"))
+def test_names_of_a_run_are_absolute(project, copied):
+    settings = load_config(copied / "config.toml", of_run=True)
+    assert settings.data.train == settings.data.eval == f"{project}/held/data.jsonl"
+    assert settings.reward.functions == (f"{project}/mine.py:digits",)
+
+
+def test_files_that_have_moved(project, copied, elsewhere):
+    """All are named, before --trust is asked for, which would not bring them back."""
+    change(copied, (f"{project}/mine.py:digits", "/nowhere/gone.py:digits"))
     with pytest.raises(RunFolderError, match=r"name /nowhere/gone.py \(reward.functions\), which is not there. If it"):
         Evaluation(str(copied)).settings()
-
-
-def test_every_file_that_has_moved_is_named(copied, elsewhere):
-    """Before --trust is asked for, which would not bring them back."""
-    change(copied, ("mine.py:digits", "gone.py:digits"), ('eval = "held/', 'filter = "keep.py:keep"\neval = "gone/'))
-    named = r"keep.py \(data.filter\), gone.py \(reward.functions\), which are not there"
-    with pytest.raises(RunFolderError, match=rf"name gone/data.jsonl \(data.eval\), {named}"):
+    Evaluation(str(copied), reward=("math",)).settings()
+    assert Generation(model=str(copied)).settings.run.seed == 7  # which needs no reward
+    change(copied, (f'eval = "{project}/held/', 'filter = "/gone/keep.py:keep"\neval = "/gone/'))
+    (copied / "config.toml").write_text((copied / "config.toml").read_text() + "\n")  # no longer known
+    named = r"/gone/keep.py \(data.filter\), /nowhere/gone.py \(reward.functions\), which are not there"
+    with pytest.raises(RunFolderError, match=rf"name /gone/data.jsonl \(data.eval\), {named}.*--data.eval FILE"):
+        Evaluation(str(copied)).settings()
+    change(copied, ("/nowhere/gone.py", "x" * 300 + ".py"))
+    with pytest.raises(RunFolderError, match="x.py .reward.functions., which are not there"):
         Evaluation(str(copied)).settings()
 
 
-def test_the_folder_of_a_reward_model_belongs_to_the_folder_of_the_run(copied, elsewhere, project):
-    (project / "judge").mkdir()
-    (project / "gsm8k").mkdir()
-    change(copied, ('    "mine.py:digits",', '    "judge(batch_tokens=9)", "gsm8k", "org/model",'))
-    settings = Evaluation(str(copied)).settings()
-    assert settings.reward.functions == (f"{project}/judge(batch_tokens=9)", "gsm8k", "org/model")
+def test_relative_names_of_an_older_run_belong_to_the_working_directory(project, copied, elsewhere, monkeypatch):
+    change(copied, (f"{project}/mine.py:digits", "mine.py:digits"))
+    with pytest.raises(RunFolderError, match=r"name mine.py .*, which is not there; the run was started in .*project"):
+        Evaluation(str(copied)).settings()
+    monkeypatch.chdir(project)
+    assert Evaluation(str(copied)).settings().reward.functions == ("mine.py:digits",)
 
 
-def test_what_was_passed_in_python_is_named(copied):
-    change(copied, ('eval = "held/data.jsonl"', 'eval = ""'), ('    "mine.py:digits",\n', ""))
+def test_what_was_passed_in_python_is_named(project, copied):
+    change(copied, (f'eval = "{project}/held/data.jsonl"', 'eval = ""'), (f'    "{project}/mine.py:digits",\n', ""))
     start = lines(copied / "starts.jsonl")[-1]
     assert start["missing"] == {"model": "an object in memory", "processing_class": "an object in memory"}
     assert "commit" in start
@@ -225,14 +215,17 @@ def test_generate_takes_the_settings_of_the_run(copied, demo_tokenizer):
         ("tools = []\n", ""),
     )
     request = Generation(model=str(copied), prompt=("1+1",))
-    sampling = request.sampling()
+    settings = request.settings
+    sampling = eval_sampling(settings)
     assert (sampling.temperature, sampling.top_k, sampling.stop) == (0.8, 5, ("x",))
     assert sampling.max_completion_length == load_config(copied / "config.toml").rollout.max_completion_length
-    flags = replace(request, temperature=0.0, stop=("y",), max_tokens=9, regex="[0-9]+", batch_size=4, seed=1)
-    sampling = flags.sampling()
+    assert (settings.rollout.max_batch_size, settings.run.seed) == (3, 7)
+    settings = replace(
+        request, temperature=0.0, stop=("y",), max_tokens=9, regex="[0-9]+", batch_size=4, seed=1
+    ).settings
+    sampling = eval_sampling(settings)
     assert (sampling.temperature, sampling.top_k, sampling.stop, sampling.regex) == (0.0, 5, ("y",), "[0-9]+")
-    assert (sampling.max_completion_length, flags.limits.max_batch_size, flags.random_seed) == (9, 4, 1)
-    assert (request.limits.max_batch_size, request.random_seed) == (3, 7)
+    assert (sampling.max_completion_length, settings.rollout.max_batch_size, settings.run.seed) == (9, 4, 1)
     (prompt,) = render(request, read_rows(request), demo_tokenizer)
     assert "7+7" in prompt.text
     assert "1+1 = ?" in prompt.text

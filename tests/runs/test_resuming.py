@@ -10,17 +10,17 @@ import torch
 
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.cli import main
-from cohort.config import apply_overrides, setting_names
+from cohort.config import load_config
 from cohort.errors import RunFolderError
 from cohort.runs import changes
 from cohort.runs.folder import RunFolder
-from cohort.runs.trust import with_whole_names
+from cohort.runs.trust import remember
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.train.harness import digits_reward, untimed_metrics_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 
-REWARD = "def digits(completions, answer, **_):\n    return [float(sum(c.isdigit() for c in t)) for t in completions]\n"
+REWARD = "def digits(completions, answer, limit=1, **_):\n    return [float(sum(c.isdigit() for c in t)) for t in completions]\n"
 ROWS = [{"prompt": f"{n}+1", "answer": str(n + 1)} for n in range(8)]
 
 
@@ -48,10 +48,13 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def project(whole, tmp_path, monkeypatch):
     """A folder with a config whose names are relative, as working directory. In it, the run as a kill in its second step
-    leaves it."""
+    leaves it, as if it had been started here."""
     project = tmp_path / "project"
     shutil.copytree(whole.parent, project)
     monkeypatch.chdir(project)
+    config = project / "out" / "config.toml"
+    config.write_text(config.read_text().replace(str(whole.parent), str(project)))
+    remember(project / "out")
     (project / "out" / "summary.json").unlink()
     for step in (2, 3):
         shutil.rmtree(project / "out" / "checkpoints" / f"step-{step}")
@@ -94,19 +97,22 @@ def test_a_run_is_resumed_from_its_folder_alone(whole, project, tmp_path, monkey
     assert not list(elsewhere.iterdir())
 
 
-def test_names_given_to_resume_belong_to_the_working_directory(tmp_path, monkeypatch):
-    """As far as they are there; those of the run's own settings belong to the folder that it was started in."""
+def test_relative_names_of_an_older_run_are_made_absolute(project, tmp_path, monkeypatch, capsys):
+    config = project / "out" / "config.toml"
+    text = config.read_text()
+    config.write_text(text.replace(f"{project}/", ""))
+    assert main(["resume", "out"]) == 2
+    assert "reward.functions: reward.py:digits\nNothing was run" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
-    for name in ("rows.jsonl", "more.jsonl", "mine.py", "math"):
-        Path(name).touch()
-    given = ["--data.train=rows.jsonl", "--data.eval={a='more.jsonl', b='gone.jsonl'}", "--model.path=org/model"]
-    given += ["--reward.functions=mine.py:f(a=1),math,gone.py:f", "--objective.baseline=mine.py:b"]
-    settings = with_whole_names(apply_overrides({}, [*given, "--vllm.python=mine.py"]), setting_names(given))
-    assert settings.data.train == f"{tmp_path}/rows.jsonl"
-    assert settings.data.eval == {"a": f"{tmp_path}/more.jsonl", "b": "gone.jsonl"}
-    assert settings.reward.functions == (f"{tmp_path}/mine.py:f(a=1)", "math", "gone.py:f")
-    assert settings.objective.baseline == f"{tmp_path}/mine.py:b"
-    assert (settings.model.path, settings.vllm.python) == ("org/model", "mine.py")
+    assert main(["resume", "project/out", "--trust", "project/out"]) == 2
+    error = capsys.readouterr().err
+    assert "name rows.jsonl (data.train), reward.py (reward.functions), which are not there; the run was start" in error
+    monkeypatch.chdir(project)
+    assert main(["resume", "out", "--trust", "out", "--run.max_steps", "2"]) == 0
+    again = load_config(config, of_run=True)
+    assert (again.data.train, again.reward.functions) == (f"{project}/rows.jsonl", (f"{project}/reward.py:digits",))
+    monkeypatch.chdir(tmp_path)
+    assert main(["resume", "project/out", "--run.max_steps", "3"]) == 0  # it is this account's now
 
 
 def test_resume_starts_a_run_without_a_checkpoint_again(whole, project):
@@ -186,8 +192,8 @@ def changed_answers(monkeypatch):
     write_rows([row | {"answer": "0"} for row in ROWS])
 
 
-def changed_reward(monkeypatch):
-    Path("reward.py").write_text(REWARD.replace("float(", "2 * float("))
+def changed_value(monkeypatch):
+    Path("c.toml").write_text(CONFIG.replace("reward.py:digits", "reward.py:digits(limit=2)"))
 
 
 def changed_version(monkeypatch):
@@ -205,7 +211,7 @@ def changed_model(monkeypatch):
     ("change", "key", "message"),
     [
         (changed_answers, "columns", "columns: answer is not the same"),
-        (changed_reward, "code", "code: reward digits is not the same"),
+        (changed_value, "values", "values: reward digits is new"),
         (changed_version, "versions", "versions: torch 0.1, was"),
         (changed_model, "model", "model: config is not the same"),
     ],
@@ -222,6 +228,12 @@ def test_what_changes_results_is_refused(project, monkeypatch, capsys, change, k
     assert main([*command, "--report.progress", "true", "--allow-changed", key]) == 0
     assert message in capsys.readouterr().out
     assert main([*command[:-1], "3"]) == 0  # the run has it now
+
+
+def test_a_changed_file_of_a_reward_is_said(project, capsys):
+    Path("reward.py").write_text(REWARD.replace("float(", "2 * float("))
+    assert main(["train", "c.toml", "--resume", "--run.max_steps", "2", "--report.progress", "true"]) == 0
+    assert "\n  code: reward digits is not the same\n" in capsys.readouterr().out
 
 
 def test_a_resumed_run_takes_the_threads_of_its_start(whole, project, capsys):

@@ -3,27 +3,34 @@
 import json
 import math
 import os
-from contextlib import nullcontext
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from cohort.cli import main
-from cohort.config import GRPOConfig, load_config, to_toml
-from cohort.environments.tools import BUILTIN_TOOLS
+from cohort.config import GRPOConfig, Source, load_config, to_toml
+from cohort.config.schema import marks_of, subsection
 from cohort.errors import RunFolderError
 from cohort.evaluation.command import Request
-from cohort.runs import trust
+from cohort.rewards.names import resolve_reward
 from cohort.runs.chosen import run_of
 from cohort.runs.folder import RunFolder
-from cohort.runs.starts import Start
-from cohort.runs.trust import Code, check_code, check_files, code_in, remember, with_overrides_of_start
+from cohort.runs.trust import (
+    check_code,
+    check_files,
+    check_secrets,
+    code_in,
+    remember,
+    started_in,
+    with_overrides_of_start,
+)
 
 
 @pytest.fixture(autouse=True)
 def _an_account_that_has_run_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("COHORT_STATE", str(tmp_path / "state"))
-    monkeypatch.setattr(trust, "_for_this_command", set())
     monkeypatch.chdir(tmp_path)
 
 
@@ -54,66 +61,108 @@ CODE = {
 
 
 @pytest.mark.parametrize("setting", CODE)
-def test_every_setting_that_names_code_is_refused_until_it_was_run_here(setting, tmp_path, monkeypatch):
+def test_every_setting_that_names_code_is_refused_until_it_was_run_here(setting, tmp_path):
     run = stranger(tmp_path / "run", **CODE[setting])
     config = load_config(run / "config.toml", of_run=True)
     name = setting.partition(" ")[0]
     with pytest.raises(RunFolderError, match=rf"(?s){name}: .*\n.*Nothing was run.* give --trust {run}"):
         check_code(run, config, None)
     check_code(run, config, str(run))
-    remember(config, run)  # what runs because of --trust stays unknown
+    check_code(run, config, None, given={setting for setting, _ in code_in(config)})  # the user has named other code
+    with pytest.raises(RunFolderError, match="Nothing was run"):  # nothing of this is remembered
+        check_code(run, config, None)
+    remember(run)
+    check_code(run, config, None)
+    (run / "config.toml").write_text((run / "config.toml").read_text() + "\n")
     with pytest.raises(RunFolderError, match="Nothing was run"):
         check_code(run, config, None)
-    monkeypatch.setattr(trust, "_for_this_command", set())
-    check_code(run, config, None, given={code.setting for code in code_in(config)})  # the user has named other code
-    check_code(run, config, None, read={"run.seed"})
-    remember(config, run)
-    check_code(run, config, None)
 
 
 def test_settings_without_code_of_a_stranger():
     config = GRPOConfig(
-        reward={"functions": ["math", "soft_overlong(max_length=8, buffer=2)", "org/reward-model"]},
+        reward={"functions": ["math", "soft_overlong(max_length=8, buffer=2)", "regex(pattern='a:b')", "org/judge"]},
         environment={"tools": ["python", "calculator"]},
-        data={"train": "rows.jsonl", "filter": {"level": "hard"}},
+        data={"train": [{"path": "org/rows", "filter": {"when": "10:30"}}], "filter": {"level": "hard:3"}},
         objective={"preset": "dapo"},
     )
     assert code_in(config) == []
-    assert set(BUILTIN_TOOLS) == trust.BUILTIN_TOOLS
+
+
+@pytest.mark.parametrize("spec", ["a(1)/evil.py:f", "evil.py:f(x=1)", "judge(allow_pickled_weights=True)"])
+def test_a_reward_is_known_by_what_would_be_loaded(spec):
+    assert code_in(GRPOConfig(reward={"functions": [spec]})) == [("reward.functions", spec)]
+
+
+# Settings with texts that name neither a file nor code, nor run anything.
+HARMLESS = {
+    *("model.revision", "model.device", "model.lora.target_modules", "model.lora.modules_to_save"),
+    *("data.train_split", "data.eval_split", "data.columns", "data.select", "data.curriculum", "data.prompt_column"),
+    *("data.prompt_template", "data.system_prompt", "data.chat_template_kwargs", "data.template_time"),
+    *("rollout.regex", "rollout.stop", "optim.lr_scheduler_kwargs", "eval.success", "eval.metric_for_best_model"),
+    *("run.output_dir", "report.tracker_project", "report.skip_checks"),
+    *("source.name", "source.split", "source.columns", "source.select", "source.prompt_column"),
+    *("source.prompt_template", "source.system_prompt", "source.chat_template_kwargs"),
+}
+
+
+def test_every_setting_with_texts_has_a_mark_or_is_known_to_be_harmless():
+    """A new setting that names code must not run it for a stranger."""
+    marks = {**marks_of(GRPOConfig), **{f"source.{name}": mark for name, mark in marks_of(Source).items()}}
+    fields = {f"source.{name}": field for name, field in Source.model_fields.items()}
+
+    def walk(schema, above=""):
+        for name, field in schema.model_fields.items():
+            inner = subsection(field.annotation)
+            yield from walk(inner, f"{above}{name}.") if inner else [(f"{above}{name}", field)]
+
+    fields |= dict(walk(GRPOConfig))
+    assert fields.keys() == marks.keys()
+    with_texts = {name for name, field in fields.items() if re.search(r"\bstr\b|Any|object", repr(field.annotation))}
+    assert "reward.functions" in with_texts
+    marked = {name for name in with_texts if marks[name].file or marks[name].runs}
+    assert with_texts - marked == HARMLESS
+    permits = {name for name in marks if re.search(r"\.(trust_remote|allow)_", name)}
+    assert permits == {name for name in marks if marks[name].runs == "permit"} != set()
 
 
 def test_known_code_is_a_file_not_a_name(tmp_path, monkeypatch):
-    """The same name in another folder is other code; so is a module that the working folder hides."""
+    """A module is looked for where the run was started, wherever the next command runs: another working directory may
+    have one of the same name."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for place in ("mine", "theirs"):
         (tmp_path / place).mkdir()
-        (tmp_path / place / "score.py").write_text("def f(completions, **_): ...")
+        (tmp_path / place / "score_of_a_test.py").write_text(f"def f(completions, **_):\n    return ['{place}']\n")
+    run = stranger(tmp_path / "run", reward={"functions": ["score_of_a_test:f"]})
     monkeypatch.chdir(tmp_path / "mine")
-    for spec in ("score.py:f", "score:f"):
-        remember(config := GRPOConfig(reward={"functions": [spec]}), tmp_path)
-        check_code(tmp_path, config, None)
+    remember(run)
     monkeypatch.chdir(tmp_path / "theirs")
-    for spec in ("score.py:f", "score:f"):
-        with pytest.raises(RunFolderError, match=f"reward.functions: {spec}"):
-            check_code(tmp_path, GRPOConfig(reward={"functions": [spec]}), None)
+    assert started_in(run) == tmp_path / "mine"
+    config = load_config(run / "config.toml", of_run=True)
+    check_code(run, config, None)
+    assert resolve_reward(*config.reward.functions)(completions=[""]) == ["mine"]
 
 
 REMOTE = {"model": {"path": "org/model", "trust_remote_code": True}}
 
 
-def test_code_of_a_trusted_model_is_not_that_of_another_runs_checkpoints(tmp_path, monkeypatch):
-    """The run names a model that this account has trusted; what would be loaded are the run's own models."""
-    remember(GRPOConfig(**REMOTE), mine := stranger(tmp_path / "mine", **REMOTE))
+def test_a_run_is_known_at_its_place(tmp_path, monkeypatch):
+    """The same settings elsewhere are another's: their checkpoints may bring other code for the same flags."""
+    remember(mine := stranger(tmp_path / "mine", **REMOTE))
     run = stranger(tmp_path / "run", **REMOTE)
-    with pytest.raises(RunFolderError, match=rf"model.trust_remote_code: {run}\nNothing"):
+    with pytest.raises(RunFolderError, match=r"model.trust_remote_code: org/model\nNothing"):
         check_code(run, GRPOConfig(**REMOTE), None)
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")  # a hub id is the same model everywhere
+    monkeypatch.chdir(tmp_path / "elsewhere")
     check_code(mine, GRPOConfig(**REMOTE), None)
-    assert Code("model.trust_remote_code", "org/model").origin == ""
+    (tmp_path / "link").symlink_to(mine)
+    check_code(tmp_path / "link", GRPOConfig(**REMOTE), None)
+    mine.rename(tmp_path / "moved")
+    with pytest.raises(RunFolderError, match="Nothing was run"):
+        check_code(tmp_path / "moved", GRPOConfig(**REMOTE), None)
 
 
 def test_a_model_to_compare_with_has_not_the_rights_of_the_run(tmp_path, monkeypatch):
-    remember(GRPOConfig(**REMOTE), mine := stranger(tmp_path / "mine", **REMOTE))
+    remember(mine := stranger(tmp_path / "mine", **REMOTE))
     stranger(tmp_path / "theirs")
     (mine / "best").mkdir()
     (mine / "downloaded").mkdir()
@@ -140,6 +189,7 @@ def test_a_model_to_compare_with_has_not_the_rights_of_the_run(tmp_path, monkeyp
     [
         ("environment.factory.a", CODE["environment.factory"], {}, "environment.factory: world.py:World"),
         ("model.path", {"model": {"path": "org/evil"}}, REMOTE, "model.trust_remote_code: org/evil"),
+        ("model.revision", {"model": {"revision": "refs/pr/1"}}, REMOTE, "model.trust_remote_code: org/model"),
     ],
 )
 def test_a_part_of_an_override_stands_for_the_whole(tmp_path, override, settings, mine, named):
@@ -156,14 +206,6 @@ def test_a_resumed_run_is_known_with_the_code_that_it_goes_on_with(tmp_path):
     folder.resume(config, 0)
     check_code(folder.path, config, None)
     folder.close()
-
-
-def test_a_run_folder_names_no_working_directory_within_it(tmp_path):
-    run = stranger(tmp_path / "run")
-    (tmp_path / "link").symlink_to(run)
-    assert Start(str(tmp_path)).working_directory(run) == tmp_path
-    for name in ("", ".", "run", str(run), f"{run}/../run", str(tmp_path / "link"), str(tmp_path / "gone"), "/\0"):
-        assert Start(name).working_directory(run) is None
 
 
 def test_cohort_eval_runs_nothing_of_a_strangers_run(tmp_path, capsys, demo_model_path):
@@ -231,9 +273,9 @@ def test_secrets_are_not_written_and_are_asked_for(tmp_path):
     with pytest.raises(
         RunFolderError, match=r"does not hold the secrets of data.train, vllm.arguments, environment.tools, reward.fun"
     ):
-        trust.check_secrets(folder.path, saved)
-    trust.check_secrets(folder.path, GRPOConfig(**settings))
-    check_code(folder.path, saved, None)  # the code is known, with whatever secret
+        check_secrets(folder.path, saved)
+    check_secrets(folder.path, GRPOConfig(**settings))
+    check_code(folder.path, saved, None)  # the settings are known, with whatever secret
     assert not any("s3cret" in record.read_text() for record in (tmp_path / "state").rglob("*") if record.is_file())
 
 
@@ -269,9 +311,14 @@ def test_the_logs_that_lie_in_a_new_run_folder_are_no_links(tmp_path):
 def test_links_are_found_though_another_process_removes_a_file(tmp_path, monkeypatch):
     (tmp_path / "a").touch()
     (tmp_path / "b").symlink_to(tmp_path.parent)
-    entries = sorted(os.scandir(tmp_path), key=lambda entry: entry.name)
-    (tmp_path / "a").unlink()
-    monkeypatch.setattr(trust.os, "scandir", lambda _: nullcontext(entries))
+    lstat = Path.lstat
+
+    def removed(path):
+        if path.name == "a":
+            raise FileNotFoundError(path)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", removed)
     with pytest.raises(RunFolderError, match="b is a symbolic link"):
         check_files(tmp_path)
 

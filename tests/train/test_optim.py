@@ -14,7 +14,7 @@ from transformers import SchedulerType
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from cohort.config import OptimConfig
-from cohort.config.optim import ARGUMENTS, LRSchedule
+from cohort.config.schema import ARGUMENTS, LRSchedule
 from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError
 from cohort.runs.models import read_tensors, write_tensors
 from cohort.train import Optimizer

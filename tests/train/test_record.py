@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from cohort.rewards.names import resolve_reward
 from cohort.runs.code import code_hash
 from cohort.train.inputs import name_of, recorded
 from tests.train.harness import ROWS, digits_reward
+
+HERE = Path.cwd()
 
 
 class Environment:
@@ -88,8 +91,9 @@ def test_what_is_recorded_and_what_is_missing(tmp_path):
     assert missing == {}
     assert (config.model.path, config.environment.factory) == (str(tmp_path), {"one": f"{__name__}:Environment"})
     assert config.reward.functions == ("tests.train.harness:digits_reward", "gsm8k")
-    assert [source.path for source in config.data.train] == ["a.jsonl", "b.jsonl"]
-    assert config.data.eval == {"x": "x.jsonl", "y": (Source(path="y.jsonl"),)}
+    assert [source.path for source in config.data.train] == [str(HERE / "a.jsonl"), str(HERE / "b.jsonl")]
+    y = Source(path=str(HERE / "y.jsonl"), name="y.jsonl")
+    assert config.data.eval == {"x": str(HERE / "x.jsonl"), "y": (y,)}
     assert config.environment.tools == ("calculator", "tests.train.harness:digits_reward")
 
     given = {"model": object(), "train_dataset": ROWS, "eval_dataset": {"x": ROWS}, "processing_class": object()}

@@ -38,8 +38,7 @@ def objective(
         changes: Change parts of it, as in trust_region.high=1.4.
     """
     from cohort.config import parse_settings
-    from cohort.config.objective import ObjectiveConfig
-    from cohort.config.section import explain_errors
+    from cohort.config.schema import ObjectiveConfig, explain_errors
     from cohort.presets import PRESETS, preset
 
     # Before torch is imported, so that mistakes are reported at once. A preset carries its minibatches too.

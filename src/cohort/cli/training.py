@@ -136,8 +136,7 @@ def resume(
 ) -> None:
     """Continue a run: from its newest checkpoint, or from the start if it has none. Nothing is done if it is complete.
 
-    The run's settings are used; relative names in them belong to the folder that the run was started in. Names of files
-    given here belong to the working directory if they are there, else to that folder too.
+    The run's settings are used. Names of files given here belong to the working directory.
 
     What differs from the run so far is printed; what changes its results is refused.
 
@@ -146,10 +145,10 @@ def resume(
         allow_changed: A setting or fact that may differ from the run's though it changes results. May be repeated.
         trust: Run the code that the settings in this run folder name, though this account has not run it before.
     """
-    from cohort.config import load_config, setting_names
+    from cohort.config import load_config, setting_names, with_absolute_names
     from cohort.runs.folder import RunFolder
     from cohort.runs.starts import CONTINUED_BY, last_start
-    from cohort.runs.trust import check_code, check_secrets, with_whole_names
+    from cohort.runs.trust import settings_of_run, started_in
 
     folder = RunFolder(Path(run).expanduser().resolve())
     folder.check_is_run()
@@ -169,12 +168,10 @@ def resume(
             f"{folder.path} was begun in Python, and its folder does not name {unknown}. Run its script "
             f"again, with train(resume='auto')" + (f"; or name them: {' '.join(flags)}" if flags else "")
         )
-    working_folder = Path.cwd()
-    settings = with_whole_names(settings, [name for name in names if name != "run.output_dir"])
-    if began_in := start.working_directory(folder.path):
-        os.chdir(began_in)  # to which the names in the settings belong
-    check_code(folder.path, settings, trust and str(Path(working_folder, trust).expanduser()), given=names)
-    check_secrets(folder.path, settings)
+    settings = settings_of_run(folder.path, settings, trust, given=names)
+    if (home := started_in(folder.path)) and home.is_dir():
+        os.chdir(home)  # where the user's code was started, and may look for files
+    settings = with_absolute_names(settings)  # those of an older run are relative
     run_training(settings, "auto", allow_changed, overrides=(*start.overrides, *names), missing=missing)
 
 

@@ -1,6 +1,5 @@
 """Typed settings: one TOML file, dotted overrides, errors that name the nearest setting. Imports no torch."""
 
-from cohort.config.data import DataConfig, Source
 from cohort.config.grpo import GRPOConfig, Schedule
 from cohort.config.load import (
     annotated_toml,
@@ -10,18 +9,23 @@ from cohort.config.load import (
     parse_settings,
     setting_names,
     to_toml,
-    with_settings,
+    with_absolute_names,
+    with_values,
 )
-from cohort.config.optim import OptimConfig
-from cohort.config.report import ReportConfig, ThresholdsConfig
+from cohort.config.names import shown_name
 from cohort.config.schema import (
+    DataConfig,
     EnvironmentConfig,
     EvalConfig,
     LoraConfig,
     ModelConfig,
+    OptimConfig,
     ParallelConfig,
+    ReportConfig,
     RewardConfig,
     RolloutConfig,
+    Source,
+    ThresholdsConfig,
+    VLLMConfig,
 )
 from cohort.config.secrets import hidden_settings, hide_secrets
-from cohort.config.vllm import VLLMConfig

@@ -13,12 +13,7 @@ from typing import Any
 from pydantic import model_validator
 
 from cohort.config import schema
-from cohort.config.data import DataConfig
-from cohort.config.objective import ObjectiveConfig
-from cohort.config.optim import OptimConfig
-from cohort.config.report import ReportConfig
-from cohort.config.section import Section, explain_errors, setting_paths, suggestion
-from cohort.config.vllm import VLLMConfig
+from cohort.config.schema import Section, explain_errors, setting_paths, suggestion
 from cohort.errors import ConfigError, DataError
 from cohort.presets import Objective, optional_parts
 from cohort.presets.parts import BatchStd, DynamicSampling, GroupMean, TopK
@@ -38,17 +33,17 @@ class GRPOConfig(Section):
     """
 
     model: schema.ModelConfig = schema.ModelConfig()
-    data: DataConfig = DataConfig()
+    data: schema.DataConfig = schema.DataConfig()
     rollout: schema.RolloutConfig = schema.RolloutConfig()
-    vllm: VLLMConfig = VLLMConfig()
+    vllm: schema.VLLMConfig = schema.VLLMConfig()
     environment: schema.EnvironmentConfig = schema.EnvironmentConfig()
     reward: schema.RewardConfig = schema.RewardConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
-    optim: OptimConfig = OptimConfig()
+    objective: schema.ObjectiveConfig = schema.ObjectiveConfig()
+    optim: schema.OptimConfig = schema.OptimConfig()
     eval: schema.EvalConfig = schema.EvalConfig()
     parallel: schema.ParallelConfig = schema.ParallelConfig()
     run: schema.RunConfig = schema.RunConfig()
-    report: ReportConfig = ReportConfig()
+    report: schema.ReportConfig = schema.ReportConfig()
 
     def __init__(self, **settings: Any) -> None:
         with explain_errors(type(self)):

@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ import tomli_w
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from cohort.config.beside import with_names_beside
 from cohort.config.grpo import GRPOConfig
-from cohort.config.secrets import hide_secrets
-from cohort.config.section import (
+from cohort.config.names import absolute, changed, with_texts
+from cohort.config.schema import (
     explain_errors,
     explanations,
     foreign_names,
+    marks_of,
     read_text,
     setting_paths,
     subsection,
     suggestion,
 )
+from cohort.config.secrets import hide_secrets
 from cohort.errors import ConfigError, did_you_mean
 from cohort.presets import nested, optional_parts, preset, with_flags
 from cohort.presets import setting_names as objective_parts
@@ -51,14 +53,14 @@ def file_and_overrides(arguments: Sequence[str]) -> tuple[str | None, tuple[str,
 def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, of_run: bool = False) -> GRPOConfig:
     """The settings of a TOML file, with command-line overrides.
 
-    Relative names in the file are looked for in its folder first (``with_names_beside``), those of overrides in the
-    working directory.
+    Names of files become absolute: in the file, names belong to its folder or, if it has no such file, to the working
+    directory; those of overrides belong to the working directory.
 
     Args:
         path: a TOML file with one table per section. None: the defaults.
         overrides: ``["--rollout.num_generations", "4", "--run.seed=1"]``. A value is read by its setting's type;
             ``none`` unsets an optional setting.
-        of_run: the file is in a run folder; its relative names belong to the working directory that the run began in.
+        of_run: the file is in a run folder, where names are absolute; others stay what they are.
 
     Raises:
         ConfigError: the file does not exist or is not TOML, a key is unknown (the error names the nearest one), or a
@@ -78,7 +80,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, of_ru
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     with explain_errors(GRPOConfig, source=str(path)):
         _check_sections(table)
-    table = table if of_run else with_names_beside(table, path.parent)
+    table = table if of_run else with_texts(table, marks_of(GRPOConfig), absolute(path.parent, Path()))
     try:
         return apply_overrides(table, overrides)
     except ConfigError as error:
@@ -92,12 +94,13 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, of_ru
 
 
 def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOConfig:
-    """Settings from nested tables and ``--section.key value`` pairs, which take precedence.
+    """Settings from nested tables and ``--section.key value`` pairs, which take precedence. Names of files in the pairs
+    become absolute.
 
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type or range.
     """
-    merged = dict(table)
+    merged, marks, here = dict(table), marks_of(GRPOConfig), absolute(Path())
     parts: list[tuple[str, Any]] = []
     mistakes: list[str] = []
     lists: dict[str, str] = {}
@@ -107,19 +110,21 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
         except ConfigError as error:
             mistakes.append(str(error))
             continue
+        setting = ".".join(path)
+        named = partial(changed, path=setting, mark=marks[setting], change=here)
         if path[0] == "objective" and path[1] in objective_parts():
-            value = parse_value(text)
+            value = named(parse_value(text))
             absent = value == "none" and path[1] not in optional_parts()
             parts.append((".".join([*path[1:], *rest]), None if absent else value))
         elif rest:
-            merged = with_value(merged, [*path, *rest], parse_value(text))
+            merged = with_value(merged, [*path, *rest], named(parse_value(text)))
         else:
             try:
                 value = _read(text, field)
             except ValidationError as error:
                 mistakes += explanations(error, GRPOConfig, name)
                 continue
-            merged = with_value(merged, path, value)
+            merged = with_value(merged, path, named(value))
             if isinstance(value, tuple) and lists.setdefault(name, text) != text:
                 both = ", ".join(json.dumps(one) for one in (lists[name], text))
                 mistakes.append(f"--{name} is given twice, which would drop the first: give the list, as '[{both}]'")
@@ -134,6 +139,13 @@ def apply_overrides(table: Mapping[str, Any], overrides: Sequence[str]) -> GRPOC
     return config
 
 
+def with_absolute_names(config: GRPOConfig) -> GRPOConfig:
+    """The settings with absolute names of files; relative ones belong to the working directory."""
+    table = config.model_dump(exclude_none=True)
+    named = with_texts(table, marks_of(GRPOConfig), absolute(Path()))
+    return config if named == table else GRPOConfig(**named)
+
+
 def setting_names(overrides: Sequence[str]) -> tuple[str, ...]:
     """The settings that ``--section.key value`` pairs change. A part of a setting stands for the whole.
 
@@ -143,19 +155,15 @@ def setting_names(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(".".join(_find(name)[0]) for name, _ in _pairs(overrides)))
 
 
-def with_settings(config: GRPOConfig, other: GRPOConfig, names: Sequence[str]) -> GRPOConfig:
-    """The settings with some taken from others, by name.
+def with_values(config: GRPOConfig, values: Mapping[str, Any]) -> GRPOConfig:
+    """The settings with other values of some, by their dotted paths.
 
     Raises:
-        ConfigError: they do not go together, or a name is none of a setting.
+        ConfigError: they do not go together.
     """
     table: dict[str, Any] = config.model_dump(exclude_none=True)
-    for name in names:
-        path, _, _ = _find(name)
-        value: Any = other.model_dump()
-        for key in path:
-            value = value.get(key)
-        table = with_value(table, path, value)
+    for path, value in values.items():
+        table = with_value(table, path.split("."), value)
     return GRPOConfig(**table)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from cohort.config.names import texts_of
+from cohort.config.schema import Section
 
 HIDDEN = "***"
 """What stands for a secret in a run folder."""
@@ -61,14 +64,7 @@ def _is_secret(name: Any) -> bool:
     return isinstance(name, str) and re.fullmatch(f"(?i){_NAME}", name) is not None
 
 
-def hidden_settings(value: Any, path: str = "") -> Iterator[str]:
+def hidden_settings(config: Section) -> list[str]:
     """The dotted names of settings whose secrets were not written."""
-    if isinstance(value, str):
-        if HIDDEN in value and hide_secrets(value) == value:
-            yield path
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from hidden_settings(item, f"{path}.{key}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from hidden_settings(item, path)
+    hidden = [path for path, _, text in texts_of(config) if HIDDEN in text and hide_secrets(text) == text]
+    return list(dict.fromkeys(hidden))

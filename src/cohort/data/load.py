@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cohort.config import DataConfig, Source
-from cohort.config.data import check_set_name, parse_slice
+from cohort.config import DataConfig, Source, shown_name
+from cohort.config.schema import check_set_name, parse_slice
 from cohort.data.render import Renderer, check_columns
 from cohort.data.rows import (
     BATCH,
@@ -197,7 +197,7 @@ def load_data(
         else:
             table, words, stream = *_read(path, settings, where, split), None
         weight = None if source.weight is None else Fraction(str(source.weight))
-        words = f"{path}: {words}" if isinstance(path, str) else words
+        words = f"{shown_name(path)}: {words}" if isinstance(path, str) else words
         loaded.append(LoadedSource(table, settings, source_name, weight, words, stream))
     data = Data(tuple(loaded), name)
     _check_rows(data, mixed)

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -20,7 +20,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from cohort.config import GRPOConfig, LoraConfig, Source, apply_overrides, hide_secrets, load_config, setting_names
+from cohort.config import (
+    GRPOConfig,
+    LoraConfig,
+    ModelConfig,
+    Source,
+    apply_overrides,
+    hide_secrets,
+    load_config,
+    setting_names,
+)
+from cohort.config.schema import marks_of
 from cohort.data import Data, load_sets
 from cohort.data.render import time_now, use_template
 from cohort.environments import Acting
@@ -49,7 +59,7 @@ from cohort.rewards import RewardRunner
 from cohort.rollout import LocalEngine, Sampler, local_engine
 from cohort.runs.chosen import check_not_in_run, check_nothing_missing, model_of, run_of, why_unnamed
 from cohort.runs.durable import as_json, write_atomically
-from cohort.runs.trust import MODEL_CODE, settings_of_run
+from cohort.runs.trust import settings_of_run
 from cohort.shipped import PREFIX
 from cohort.statistics import Comparison, Estimate, compare
 
@@ -257,23 +267,8 @@ def write_summary(
     write_atomically(Path(file).expanduser(), as_json(summary, ensure_ascii=False, indent=2))
 
 
-SETTINGS = {
-    "data": "data.eval",
-    "rows": "data.eval_rows",
-    "reward": "reward.functions",
-    "n": "eval.num_generations_eval",
-    "max_tokens": "eval.max_completion_length_eval",
-    "temperature": "eval.temperature_eval",
-    "top_k": "eval.top_k_eval",
-    "top_p": "eval.top_p_eval",
-    "min_p": "eval.min_p_eval",
-    "k": "eval.pass_at_k",
-    "success": "eval.success",
-    "maj": "eval.maj_at_k",
-    "seed": "run.seed",
-    "precision": "model.precision",
-    "device": "model.device",
-}
+_FLAGS = {field.name for field in fields(EvalFlags)}
+SETTINGS = {mark.flag: name for name, mark in marks_of(GRPOConfig).items() if mark.flag in _FLAGS}
 """Flags that are short for a setting."""
 
 
@@ -299,7 +294,7 @@ class Request(EvalFlags):
         run = Path(source).parent if source and self.config is None else None
         config = load_config(source, given, of_run=run is not None) if source else apply_overrides({}, given)
         if run:
-            unused = ("data.train", "vllm.")
+            unused = ("data.train", "model.path", "model.lora", "vllm")
             config = settings_of_run(run, config, self.trust, given=setting_names(given), unused=unused)
         if not config.data.eval:
             raise ConfigError(f"no data to evaluate on: give --data FILE{self._why(run, 'eval_dataset')}")
@@ -313,7 +308,8 @@ class Request(EvalFlags):
         if self._source() == self.config or runs[0] == runs[1]:
             return settings
         given = setting_names(self.overrides)
-        flags = {flag.removeprefix("model."): False for flag in MODEL_CODE if flag not in given}
+        permits = {name: mark.runs == "permit" for name, mark in marks_of(ModelConfig).items()}
+        flags = {name: False for name, one in permits.items() if one and f"model.{name}" not in given}
         return settings.model_copy(update={"model": settings.model.model_copy(update=flags)})
 
     def _why(self, run: Path | None, argument: str) -> str:

@@ -7,14 +7,14 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cohort.config import DataConfig, EnvironmentConfig, GRPOConfig, LoraConfig, ModelConfig, RolloutConfig, load_config
-from cohort.config.section import explain_errors
+from cohort.config import DataConfig, GRPOConfig, LoraConfig, ModelConfig, load_config, with_values
+from cohort.config.schema import marks_of
 from cohort.data import PromptSet, Row, columns_of, file_format, filled, load_rows, read_lines
 from cohort.environments import Acting
 from cohort.errors import CohortError, ConfigError, DataError
@@ -26,27 +26,20 @@ from cohort.runs.chosen import check_nothing_missing, run_of
 from cohort.runs.trust import settings_of_run
 from cohort.types import Prompt
 
-DEFAULT_TOKENS = 256
-"""Maximum length of a completion without ``--max-tokens``, unless the model's context ends before."""
 OUTPUT_COLUMNS = ("prompt", "prompt_index", "sample_index", "text", "token_ids", "logps", "full_logps", "finish_reason")
 """The columns of the output that describe a completion."""
-FLAGS = {
+_DEFAULTS = {field.name: field.default for field in fields(GenerateFlags) if field.name != "n"}
+SETTINGS = {name: mark.flag for name, mark in marks_of(GRPOConfig).items() if mark.flag in _DEFAULTS}
+"""Settings and the flags that are short for them."""
+FLAGS = {name: f"--{flag.replace('_', '-')}" for name, flag in SETTINGS.items()} | {
     "rollout.max_completion_length": "--max-tokens",
     "max_completion_length": "--max-tokens",
     "min_completion_length": "--min-tokens",
-    "rollout.cache_tokens": "--cache-tokens",
     "forced_ids": "--prefix",
     "model.path": "MODEL",
-    "model.device": "--device",
-    "data.system_prompt": "--system",
-    "environment.factory": "--environment",
-    "environment.tools": "--tools",
-    "environment.max_turns": "--max-turns",
 }
 """The flags for settings that errors of other rooms name."""
-READ = ("environment.tools", "environment.factory", "environment.history", "environment.parser", "model.path")
-"""The settings of a run that name code, and that are used here."""
-UNUSED = ("data.train", "data.eval", "vllm.", "reward.", "objective.", "eval.", "report.", "run.")
+UNUSED = ("data.train", "data.eval", "data.filter", "model.path", "model.lora", "vllm", "reward", "objective")
 
 
 @contextlib.contextmanager
@@ -83,38 +76,29 @@ class Request(GenerateFlags):
 
     @cached_property
     def settings(self) -> GRPOConfig:
-        """What flags override: the settings of the run that the model is of, or the defaults.
+        """The settings of the run that the model is of, or the defaults, with the flags over them.
 
         Raises:
+            ConfigError: a flag is out of its range.
             RunFolderError: they name code that this account has not run before, or a file that is not there.
         """
-        if self.run is None:
-            return GRPOConfig()
-        flags = {"environment.tools": self.tools, "environment.factory": self.environment}
-        given = [name for name, value in flags.items() if value]
-        config = load_config(str(self.run / "config.toml"), of_run=True)
-        read = [name for name in READ if name not in given]
-        return settings_of_run(self.run, config, self.trust, given=given, read=read, unused=UNUSED)
-
-    @property
-    def random_seed(self) -> int:
-        """The seed: that of the run where none is given."""
-        return self.settings.run.seed if self.seed is None else self.seed
-
-    @property
-    def limits(self) -> RolloutConfig:
-        """The engine's limits."""
-        given = {"max_batch_size": self.batch_size, "cache_tokens": self.cache_tokens}
-        return self.settings.rollout.model_copy(update={name: one for name, one in given.items() if one is not None})
+        own = load_config(self.run / "config.toml", of_run=True) if self.run else GRPOConfig()
+        flags = {name: getattr(self, flag) for name, flag in SETTINGS.items()}
+        given = {name: value for name, value in flags.items() if value != _DEFAULTS[SETTINGS[name]]}
+        if not given.keys().isdisjoint(grammar := ("rollout.regex", "rollout.json_schema")):
+            given = dict.fromkeys(grammar) | given
+        if self.min_tokens is not None:  # which may be above the run's longest, or the default
+            given["rollout.max_completion_length"] = max(self.min_tokens, own.rollout.max_completion_length)
+            longest = max(self.min_tokens, eval_sampling(own).max_completion_length)
+            given.setdefault("eval.max_completion_length_eval", longest)
+        settings = with_values(own, given)
+        return settings_of_run(self.run, settings, self.trust, given=given, unused=UNUSED) if self.run else settings
 
     @property
     def loading(self) -> ModelConfig:
         """How the model is loaded: without the adapters and the quantization of a training."""
-        given = {"device": self.device, "precision": self.precision}
-        flags = {name: getattr(self, name) or None for name in ("trust_remote_code", "allow_pickled_weights")}
         plain = {"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
-        changed = {name: value for name, value in (given | flags).items() if value is not None}
-        return self.settings.model.model_copy(update=plain | changed)
+        return self.settings.model.model_copy(update=plain)
 
     @property
     def origin(self) -> str:
@@ -152,39 +136,12 @@ class Request(GenerateFlags):
         Raises:
             ConfigError: one cannot be used; or the run's were passed in Python, without a name.
         """
-        given = {"tools": tuple(self.tools) or None, "factory": self.environment, "max_turns": self.max_turns}
-        with explain_errors(EnvironmentConfig):
-            EnvironmentConfig(tools=tuple(self.tools), factory=self.environment or "")
-        changed = {name: value for name, value in given.items() if value is not None}
-        settings = self.settings.environment.model_copy(update=changed)
-        if (settings.tools or settings.factory) and self.prefix:
+        settings = self.settings.environment
+        if settings.wanted and self.prefix:
             raise ConfigError("--prefix is for completions of one turn: leave out --tools and --environment")
-        if not settings.tools and not settings.factory:
+        if not settings.wanted:
             check_nothing_missing(self.model, "copy the model out of the run to sample without them")
         return Acting.of(settings, group_size=self.count)
-
-    def sampling(self) -> Sampling:
-        """The sampling settings without the prefix, which needs a tokenizer: those of the run's evaluations, or the
-        defaults, with the flags over them.
-
-        Raises:
-            ConfigError: a number is out of its range, or a schema cannot be read.
-        """
-        own = eval_sampling(self.settings) if self.run else Sampling(DEFAULT_TOKENS, record_support=False)
-        with explain_errors(RolloutConfig):
-            schema = RolloutConfig(json_schema=self.json_schema).json_schema
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.regex is not None or schema is not None:
-            given |= {"regex": self.regex, "json_schema": schema}
-        shortest = own.min_completion_length if self.min_tokens is None else self.min_tokens
-        return replace(
-            own,
-            max_completion_length=self.max_tokens or max(own.max_completion_length, shortest),
-            min_completion_length=shortest,
-            stop=tuple(self.stop) or own.stop,
-            **given,
-        )
 
 
 def _is_text(value: Any) -> bool:
@@ -214,15 +171,12 @@ def read_rows(request: Request) -> list[Row]:
         raise DataError(f"cannot read {request.prompts}: expected a .txt, .jsonl, .json, .csv or .parquet file")
     column, rows = request.prompt_column or request.settings.data.prompt_column, list[Row]()
     for index, row in enumerate(load_rows(request.prompts)):
-        if template is not None:
-            others = {_free_name(key, row): value for key, value in row.items()}
-            rows.append({"prompt": filled(template, row, f"{request.prompts}, row {index}"), **others})
-            continue
-        if column not in row:
-            has = f"no column {column!r}; the row has: {', '.join(row)}"
-            raise DataError(f"{request.prompts}, row {index}: {has}. Set --prompt-column")
-        others = {_free_name(key, row): value for key, value in row.items() if key != column}
-        rows.append({"prompt": row[column], **others})
+        where = f"{request.prompts}, row {index}"
+        if template is None and column not in row:
+            raise DataError(f"{where}: no column {column!r}; the row has: {', '.join(row)}. Set --prompt-column")
+        prompt = row[column] if template is None else filled(template, row, where)
+        others = {_free_name(key, row): one for key, one in row.items() if template is not None or key != column}
+        rows.append({"prompt": prompt, **others})
     return rows
 
 
@@ -305,8 +259,7 @@ def render(request: Request, rows: Sequence[Row], tokenizer: Any, acting: Acting
                 f"{request.origin}, row {index}: the prompt is a list of messages, and the model's tokenizer has no "
                 "chat template: give strings, or a model that has one"
             )
-    system = own.system_prompt if request.system is None else request.system
-    as_chat = request.chat or system is not None or acting is not None or own.format == "chat"
+    as_chat = request.chat or own.system_prompt is not None or acting is not None or own.format == "chat"
     as_chat = as_chat or bool(own.chat_template_kwargs)
     if as_chat and not has_template:
         raise ConfigError(
@@ -314,7 +267,7 @@ def render(request: Request, rows: Sequence[Row], tokenizer: Any, acting: Acting
         )
     config = DataConfig(
         format="chat" if as_chat else "auto",
-        system_prompt=system,
+        system_prompt=own.system_prompt,
         chat_template=own.chat_template,
         chat_template_kwargs=own.chat_template_kwargs,
         escape_control_tokens=own.escape_control_tokens,

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -24,7 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cohort.data import Row, unknown_tokens
 from cohort.data.render import use_template
 from cohort.environments.episode import TurnFormat
-from cohort.errors import ModelError, NonFiniteError
+from cohort.errors import NonFiniteError
+from cohort.evaluation.evaluate import eval_sampling
 from cohort.generate.request import (
     Request,
     flags_in_errors,
@@ -39,7 +39,7 @@ from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_confi
 from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
 from cohort.rollout.checks import describe_end_tokens
 from cohort.rollout.trajectory import REPLACEMENT, decode
-from cohort.runs.chosen import model_of, run_of
+from cohort.runs.chosen import model_of
 from cohort.runs.durable import as_json
 from cohort.types import Completion, FinishReason, Group, Prompt, Segment
 
@@ -293,12 +293,11 @@ class Job:
     def __init__(self, request: Request) -> None:
         self.request = request
         request.check()
-        sampling = request.sampling()
+        sampling = eval_sampling(request.settings)
         self.acting = request.acting()
         self.rows = read_rows(request)
         self.loading, data = request.loading, request.settings.data
         resolve_device(self.loading.device)
-        _check_folder(request.model)
         self.model, self.note = model_of(request.model, request.checkpoint)
         remote = self.loading.trust_remote_code
         self.tokenizer = load_tokenizer(self.model, trust_remote_code=remote)
@@ -368,10 +367,10 @@ class Job:
     def _engine(self) -> LocalEngine:
         """The sampling engine, with the model loaded as for training."""
         policy = load_policy(self.model, self.loading, self.config)
-        return local_engine(policy, self.tokenizer, self.request.limits)
+        return local_engine(policy, self.tokenizer, self.request.settings.rollout)
 
     def _sample(self, engine: LocalEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
-        count, key = self.request.count, RNGKey(self.request.random_seed, 0, Purpose.EVAL)
+        count, key = self.request.count, RNGKey(self.request.settings.run.seed, 0, Purpose.EVAL)
         stream = TextStream(self.tokenizer) if self.streams else None
         if stream and self.request.prefix:  # its tokens are not drawn, so on_token is not called for them
             write_stdout("".join(map(stream.add, self.samplings[0].forced_ids)))
@@ -390,7 +389,7 @@ class Job:
         sampler: Sampler = engine
         if self.acting and self.turn_format:
             sampler = self.acting.sampler(engine, self.turn_format)
-        size = max(1, BATCHES_PER_CALL * self.request.limits.max_batch_size // count)
+        size = max(1, BATCHES_PER_CALL * self.request.settings.rollout.max_batch_size // count)
         for first in range(0, len(self.prompts), size):
             prompts, samplings = self.prompts[first : first + size], self.samplings[first : first + size]
             if interrupted():
@@ -427,22 +426,13 @@ class Job:
             parts.append(f"for other prompts up to {longest}, as the context allows")
         if shortest.forced_ids:
             parts.append(f"prefix {self.request.prefix!r} ({len(shortest.forced_ids)} tokens)")
-        parts.append(f"seed {self.request.random_seed}")
+        parts.append(f"seed {self.request.settings.run.seed}")
         ends = describe_end_tokens(engine.tokenizer, engine.end_token_ids)
         return "\n".join([engine.describe_model(), f"sampling: {', '.join(parts)}", ends])
 
     def _log(self, text: str) -> None:
         if not self.request.quiet:
             print(text, file=sys.stderr, flush=True)
-
-
-def _check_folder(model: str) -> None:
-    """Refuse a folder of checkpoints that is no run's, and name a checkpoint in it."""
-    folder = Path(model).expanduser()
-    if run_of(folder) is None and (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
-        steps = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: (len(path.name), path.name))
-        hint = f"give one of its checkpoints, such as {steps[-1]}" if steps else "it has no checkpoint yet"
-        raise ModelError(f"{model} has checkpoints, and not the config.toml and objective.txt of a run: {hint}")
 
 
 @contextlib.contextmanager

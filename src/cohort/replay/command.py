@@ -21,7 +21,7 @@ from cohort.errors import CohortError, NonFiniteError, RunFolderError
 from cohort.flags import ReplayFlags
 from cohort.objective import Objective, soft_overlong_punishment, try_user_functions
 from cohort.policy import load_tokenizer
-from cohort.presets import changes_between, preset, setting_names
+from cohort.presets import changes_between, preset
 from cohort.replay import compare, weights
 from cohort.replay.compare import Pair, Settings, coefficients_of, laid_out
 from cohort.replay.stored import Known, Stored, read_step
@@ -30,7 +30,7 @@ from cohort.report.words import cause_words, fine_share, one_line
 from cohort.runs.durable import as_json, write_atomically
 from cohort.runs.reader import Run, only_settings
 from cohort.runs.reading import steps_of
-from cohort.runs.trust import check_code, check_files
+from cohort.runs.trust import check_code, check_files, without
 
 # ----------------------------------------
 # A replay in words and as tables on a terminal.
@@ -221,10 +221,10 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
         raise RunFolderError(settings)
     config = load_config(folder / "config.toml", of_run=True)
     # Of the settings of the run, only these are used: rewards, tools and data are not.
-    check_code(folder, config, request.trust, read={"model.path", *(f"objective.{name}" for name in setting_names())})
-    if hidden := list(hidden_settings(config.objective.model_dump(), "objective")):
+    check_code(folder, without(config, ("data", "environment", "reward", "vllm")), request.trust)
+    if hidden := [name for name in hidden_settings(config) if name.startswith("objective.")]:
         raise RunFolderError(
-            f"{folder / 'config.toml'} has *** in place of a secret in {', '.join(dict.fromkeys(hidden))}, so the "
+            f"{folder / 'config.toml'} has *** in place of a secret in {', '.join(hidden)}, so the "
             "run's objective cannot be rebuilt: secrets are not written into a run folder. Let the function read its "
             "key from the environment, or replay a copy of the run folder whose config.toml names the key"
         )

@@ -127,12 +127,8 @@ def _checkpoint(run: Path, step: int) -> Path | None:
 
 def _initial_model(run: Path, config: GRPOConfig) -> str:
     """The folder or hub id of the initial model."""
-    start = last_start(run)
-    if not config.model.path or "model" in start.missing:
+    if not config.model.path or "model" in last_start(run).missing:
         raise NoWeightsError("the run's initial model was given in Python, so its settings do not name it (model.path)")
-    folder = start.working_directory(run)
-    if folder and (folder / config.model.path).exists():
-        return str(folder / config.model.path)
     return str(chosen_model(None, config.model))
 
 

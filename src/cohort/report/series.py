@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cohort.config import GRPOConfig
+from cohort.config.schema import marks_of
 from cohort.errors import ConfigError
 from cohort.runs.reader import Run
 from cohort.statistics import t_quantile
@@ -176,11 +178,8 @@ MAX_PROMPTS = 1e6
 Z = NormalDist().inv_cdf(0.975)
 GRID = 200
 """Points of a mean over runs whose points lie at different places."""
-NOT_OF_A_GROUP = ("run.", "report.", "parallel.", "vllm.", "eval.eval_steps", "eval.eval_on_start", "reward.workers",
-    "reward.retries", "reward.cache", "reward.max_concurrent")  # fmt: skip
-"""How the names of settings begin that two runs of one group need not share ..."""
-OF_A_GROUP = ("run.max_steps", "run.num_epochs")
-"""... except these."""
+NOT_OF_A_GROUP = {name for name, mark in marks_of(GRPOConfig).items() if not mark.experiment}
+"""Settings that two runs of one group need not share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +250,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
 
 def _compared(run: Run) -> dict[str, Any]:
     """The settings that runs of a group share, and the hash of the code, which is no setting."""
-    kept = {
-        key: value
-        for key, value in run.flat_settings().items()
-        if key in OF_A_GROUP or not key.startswith(NOT_OF_A_GROUP)
-    }
+    kept = {key: value for key, value in run.flat_settings().items() if key not in NOT_OF_A_GROUP}
     facts = run.starts[-1].get("facts") if run.starts else None
     return kept | ({"code": facts["code"]} if kept and isinstance(facts, dict) and "code" in facts else {})
 

@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from cohort.config import GRPOConfig, to_toml
+from cohort.config.schema import marks_of
 from cohort.report.series import Group, interval, parts_of, positions
 from cohort.runs.reader import MAX_NUMBER, Run, flat
 from cohort.statistics import Estimate, Floats, compare, paired_t, welch_t
@@ -236,16 +237,15 @@ def _block_means(x: Floats, values: Floats, budget: float, count: int) -> Floats
 # Whether the runs of two groups measured a metric in the same way: otherwise a difference says nothing of policies.
 
 
-PROMPTS = ("eval_split", "eval_rows", "columns", "prompt_column", "prompt_template", "system_prompt", "format",
-    "chat_template", "chat_template_kwargs", "escape_control_tokens", "max_prompt_length",
-    "overlong_prompts")  # fmt: skip
+MARKS = marks_of(GRPOConfig)
+PROMPTS = tuple(name.removeprefix("data.") for name, mark in MARKS.items() if mark.measures == "prompts")
 """Settings of ``[data]``, besides ``eval``, that decide which prompts an evaluation has."""
-OF_EVALUATION = ("temperature", "top_p", "top_k", "min_p", "max_completion_length")
+_DRAWN = tuple(name.removeprefix("rollout.") for name, mark in MARKS.items() if mark.measures == "sampling")
+OF_EVALUATION = tuple(name for name in _DRAWN if f"eval.{name}_eval" in MARKS)
 """Settings of ``[rollout]`` that ``eval.NAME_eval`` replaces in evaluations."""
-SAMPLING = ("repetition_penalty", "min_completion_length", "regex", "json_schema", "stop")
+SAMPLING = tuple(name for name in _DRAWN if name not in OF_EVALUATION)
 """Settings of ``[rollout]`` that evaluations share with the training."""
-NOT_OF_REWARDS = ("rollout.engine", "rollout.prompts_per_step", "rollout.num_generations", "rollout.replay_sampling",
-    "rollout.max_batch_size", "rollout.lag", "rollout.cache_tokens", "data.eval", "data.template_time")  # fmt: skip
+NOT_OF_REWARDS = tuple(name for name, mark in MARKS.items() if not mark.measures)
 """How the names of settings begin that do not change what a training reward means."""
 
 

@@ -1,7 +1,7 @@
 """Reward functions by name, as in ``reward.functions`` of the settings; and the output of ``cohort rewards``.
 
-The table of built-in rewards names the module of each function and imports it on demand. Listing the rewards imports
-neither torch nor a package of the extra ``rewards``.
+The built-in ones are rows of a table (``shipped``). Listing them imports neither torch nor a package of the extra
+``rewards``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import textwrap
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter
 from typing import Any
@@ -26,51 +25,11 @@ from cohort.errors import RewardError, did_you_mean
 from cohort.plugins import load_function
 from cohort.rewards.contract import RewardFunction, parameters_of
 from cohort.rewards.model import RewardModel, is_reward_model
+from cohort.shipped import BUILTIN_REWARDS
 from cohort.types import RESERVED_COLUMNS
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltinReward:
-    """A row of the table."""
-
-    name: str
-    module: str
-    """Module within ``cohort.rewards`` that holds the function of the same name."""
-    package: str | None = None
-    """Required package."""
-    extra: str = "rewards"
-    """The extra that has the package."""
-    program: str | None = None
-    """Required program. The function checks for it."""
-
-    def load(self) -> Any:
-        """Import the function."""
-        return getattr(importlib.import_module(f"cohort.rewards.{self.module}"), self.name)
-
 
 ALL_SETTINGS = "settings"
 """Name of the ``**`` parameter that takes any setting. Any other takes columns of the data only."""
-BUILTIN_REWARDS: dict[str, BuiltinReward] = {
-    row.name: row
-    for row in (
-        BuiltinReward("math", "mathematics", "math_verify"),
-        BuiltinReward("reasoning_answer", "mathematics", "math_verify"),
-        BuiltinReward("gsm8k", "mathematics"),
-        BuiltinReward("code", "code", program="bwrap"),
-        BuiltinReward("exact_match", "text"),
-        BuiltinReward("fuzzy_match", "text", "rapidfuzz"),
-        BuiltinReward("regex", "text"),
-        BuiltinReward("json_schema", "text", "jsonschema"),
-        BuiltinReward("think_format", "text"),
-        BuiltinReward("soft_overlong", "text"),
-        BuiltinReward("cosine_length", "text"),
-        BuiltinReward("repetition_penalty", "text"),
-        BuiltinReward("language", "text", "py3langid"),
-        BuiltinReward("environment_reward", "environment"),
-        BuiltinReward("reasoning_gym", "text", "reasoning_gym", extra="reasoning-gym"),
-    )
-}
-"""Name to row."""
 
 
 def unknown_reward(name: str) -> RewardError:

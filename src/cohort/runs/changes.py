@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import platform
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.metadata import PackageNotFoundError
@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 
-from cohort.config import GRPOConfig, hide_secrets
-from cohort.config.beside import with_files
-from cohort.config.schema import RunConfig
+from cohort.config import GRPOConfig, hide_secrets, with_absolute_names
+from cohort.config.schema import marks_of, value_at
 from cohort.errors import ConfigError, RunFolderError, did_you_mean
 from cohort.presets import setting_names
 
@@ -83,32 +81,16 @@ def take_threads(saved: Mapping[str, str], ranks: int) -> str:
     return f"threads: {threads}, as the run had, not {before}; --allow-changed threads computes with {before}"
 
 
-MAY_CHANGE_ON_RESUME = {
-    *(f"model.{name}" for name in ("device", "gradient_checkpointing", "native_kernels", "torch_compile")),
-    *(f"model.{name}" for name in ("lora.save_merged", "trust_remote_code", "allow_pickled_weights")),
-    *(f"data.{name}" for name in ("eval", "eval_rows", "eval_split")),
-    *(f"rollout.{name}" for name in ("max_batch_size", "cache_tokens")),
-    *("vllm", "eval", "parallel", "report"),
-    *(f"environment.{name}" for name in ("tool_workers", "max_environments", "call_timeout", "call_retries")),
-    *(f"reward.{name}" for name in ("workers", "timeout", "retries", "on_error", "cache", "max_concurrent")),
-    *(f"optim.{name}" for name in ("microbatch_tokens", "max_nonfinite_updates")),
-    *(f"run.{name}" for name in RunConfig.model_fields if name not in ("seed", "deterministic")),
-}
-"""Settings, and sections, that do not change what a step computes: where, how long and how fast a run goes, and how it
-is judged."""
-COMPARED_BY_FACTS = {"model.path", "data.train", "reward.functions", "environment.tools", "environment.factory"}
-COMPARED_BY_FACTS |= {"data.template_time"}
-"""Settings that are names, or a time. The facts say whether what they name, or what is printed at it, is the same."""
-NEVER = {"optim.optimizer"}
-"""Settings that the state in a checkpoint does not fit when they change."""
-HASHED = {"prompts": "the prompts", "columns": "the data's columns", "code": "the code", "model": "the model"}
-"""Facts that are hashes, and what they are hashes of."""
-REFUSED = {*HASHED, "rewards", "tools", "precision", "versions"}
+HASHED = {"prompts", "columns", "code", "values", "model"}
+"""Facts that are hashes."""
+REFUSED = {"prompts", "columns", "values", "model", "rewards", "tools", "precision", "versions"}
 """Facts that change results."""
 ROUNDING = {"threads", "ranks", "machine"}
 """Facts that change results by rounding: the owner of a run does not always decide them."""
-UNSTEADY = ROUNDING | {"run.max_steps", "run.num_epochs", "model.native_kernels", "model.torch_compile"}
-UNSTEADY |= {"optim.microbatch_tokens", "parallel.layout"}
+FACTS = (*sorted(REFUSED), "code", *sorted(ROUNDING))
+"""All that are compared. That the files of the user's code have changed is said, and may change nothing."""
+MARKS = marks_of(GRPOConfig)
+UNSTEADY = ROUNDING | {"code"} | {name for name, mark in MARKS.items() if mark.resume == "drifts"}
 """What may change on resume though later weights change with it, if only by rounding."""
 
 
@@ -140,50 +122,44 @@ def check_keys(allowed: Collection[str]) -> None:
     Raises:
         ConfigError: one is neither a setting nor a fact; names the nearest.
     """
-    known = [*REFUSED, *ROUNDING, *(key for key, _ in _flat(GRPOConfig()))]
+    known = [*FACTS, *MARKS]
     for key in allowed:
         if key not in known:
-            facts = ", ".join(sorted(REFUSED | ROUNDING))
+            facts = ", ".join(sorted(FACTS))
             raise ConfigError(f"--allow-changed {key}: expected a setting or one of {facts}{did_you_mean(key, known)}")
 
 
-def setting_changes(
-    saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = True, began_in: str = ""
-) -> list[Change]:
+def setting_changes(saved: GRPOConfig, now: GRPOConfig, *, facts_known: bool = True) -> list[Change]:
     """The settings that differ.
 
     Args:
         saved: the run's settings.
         now: those of this process.
-        facts_known: whether the run has stored the facts that stand for ``COMPARED_BY_FACTS``.
-        began_in: the folder that the run's relative names belong to; empty if it is not known.
+        facts_known: whether the run has stored the facts that stand for settings that are names.
     """
+    saved, now = with_absolute_names(saved), with_absolute_names(now)  # those of older runs are relative
     # The same objective may be written in several ways.
     same = saved.resolved_objective.settings() == now.resolved_objective.settings()
-    parts = {f"objective.{name}" for name in ("preset", *setting_names())} if same else set()
-    by_facts = COMPARED_BY_FACTS if facts_known and not now.data.streaming else set()
+    left_out = {f"objective.{name}" for name in ("preset", *setting_names())} if same else set()
+    left_out.add("run.output_dir")
     # An unset number of minibatches is the preset's.
     resolved = {"objective.minibatches": (saved.objective.resolved_minibatches, now.objective.resolved_minibatches)}
-    new, found = dict(_flat(now)), list[Change]()
+    may = {"free", "drifts", *(("facts",) if facts_known and not now.data.streaming else ())}
+    found = list[Change]()
     if raised := _raised_preset(saved, now, same=same):
-        found, parts = [raised], parts | {"objective.preset", "objective.minibatches"}
-    for key, value in _flat(saved):
+        found, left_out = [raised], left_out | {"objective.preset", "objective.minibatches"}
+    for key, mark in MARKS.items():
         # A run folder holds no secrets.
-        before, after = resolved.get(key) or (hide_secrets(value), hide_secrets(new[key]))
-        if before == after or key in parts or key == "run.output_dir":
-            continue
-        if began_in and _absolute(before, key, began_in) == _absolute(after, key, str(Path.cwd())):
-            continue  # the same files, named from another folder
-        if key in COMPARED_BY_FACTS and not (before and after):
-            continue  # given in Python, without a name
-        harmless = key in MAY_CHANGE_ON_RESUME | by_facts or key.partition(".")[0] in MAY_CHANGE_ON_RESUME
+        before, after = resolved.get(key) or (hide_secrets(value_at(config, key)) for config in (saved, now))
+        if before == after or key in left_out or (mark.resume == "facts" and not (before and after)):
+            continue  # the last: given in Python, without a name
         words = f"the run has {_shown(before)}, now {_shown(after)}"
         if key in ("run.max_steps", "run.num_epochs") and now.optim.depends_on_the_end:
             words += (
                 f"; the learning rate ({now.optim.lr_scheduler_type}) goes on as that of a run with the new end, which "
                 "differs from the run's so far"
             )
-        found.append(Change(key, words, not harmless))
+        found.append(Change(key, words, mark.resume not in may))
     return found
 
 
@@ -199,22 +175,10 @@ def _raised_preset(saved: GRPOConfig, now: GRPOConfig, *, same: bool) -> Change 
     return Change("objective.preset", words, refused=True, keep=f"--objective.preset {before.preset}")
 
 
-def _absolute(value: Any, setting: str, folder: str) -> Any:
-    """The value of a setting with names of files that do not depend on the working folder."""
-
-    def resolved(name: str, _is_code: bool) -> str:
-        try:
-            return str(Path(folder, Path(name).expanduser()).resolve())
-        except (OSError, RuntimeError, ValueError):  # too long, of an unknown user, with a NUL
-            return name
-
-    return with_files(value, setting, resolved)
-
-
 def fact_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
     """The facts that differ, of those that both have."""
     found = []
-    for key in (*REFUSED, *ROUNDING):
+    for key in FACTS:
         before, after = saved.get(key), now.get(key)
         if key == "tools":  # stored only of runs that have some
             before, after = before or "none", after or "none"
@@ -229,7 +193,8 @@ def refuse(path: Path, changes: Sequence[Change], allowed: Collection[str]) -> N
     Raises:
         RunFolderError: names those that are not allowed, and how to allow them.
     """
-    refused = [change for change in changes if change.refused and change.key not in {*allowed} - NEVER]
+    never = {name for name, mark in MARKS.items() if mark.resume == "never"}
+    refused = [change for change in changes if change.refused and change.key not in {*allowed} - never]
     if not refused:
         return
     lines = "\n  ".join(map(str, refused))
@@ -239,7 +204,7 @@ def refuse(path: Path, changes: Sequence[Change], allowed: Collection[str]) -> N
     how = f"To go on all the same: {keys}; in Python, train(resume=True, allow_changed=[{names}])"
     if kept:
         how = f"To keep what the run has: {kept}\n{how}"
-    if fixed := [change.key for change in refused if change.key in NEVER]:
+    if fixed := [change.key for change in refused if change.key in never]:
         how = f"The checkpoint does not fit another {fixed[0]}: start a new run with the checkpoint as model.path"
     raise RunFolderError(f"cannot resume {path}: what changes its results is different now\n  {lines}\n{how}")
 
@@ -273,18 +238,8 @@ def _kind(before: str | None, after: str | None) -> str:
 
 def _entries(value: str) -> dict[str | None, str]:
     """The entries of a fact like "a=1, b=2"; of any other, itself under None."""
-    pairs = [part.partition("=") for part in value.split(", ")]
+    pairs = [part.partition("=") for part in value.split(", ") if part]
     return {name: rest for name, _, rest in pairs} if all(equals for _, equals, _ in pairs) else {None: value}
-
-
-def _flat(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting with its dotted name."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _shown(value: Any) -> str:

@@ -96,8 +96,11 @@ def _check_model_folder(folder: Path, model: str) -> None:
     """
     if not folder.is_dir() or any(folder.glob("*config.json")) or any(folder.glob("tokenizer*")):
         return
-    if any(folder.glob("checkpoints/step-*")):  # of a run that lacks files, which is said elsewhere
-        return
+    if steps := sorted(folder.glob("checkpoints/step-*"), key=lambda path: (len(path.name), path.name)):
+        raise ModelError(
+            f"{model} has checkpoints, and not the config.toml and objective.txt of a run: give one of its "
+            f"checkpoints, such as {steps[-1]}"
+        )
     raise ModelError(
         f"{model} is neither a run nor a model folder: it has no config.json, and no run was started in it"
     )

@@ -53,7 +53,7 @@ from cohort.runs.durable import append_line, as_json, write_atomically
 from cohort.runs.journal import StoredRollout, encode_rollout, load_rollout
 from cohort.runs.reader import only_settings, was_started
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
-from cohort.runs.starts import STARTS, WRITTEN, Start, clear, last_facts, last_start
+from cohort.runs.starts import STARTS, WRITTEN, Start, clear, last_facts
 from cohort.runs.tables import write_table
 from cohort.runs.trust import check_files, remember
 from cohort.runs.writer import Write, Writer
@@ -137,7 +137,7 @@ class RunFolder:
             write_atomically(self.path / "config.toml", to_toml(config))  # first: it marks the folder as a run's
             write_atomically(self.path / "first_prompt.txt", first_prompt)
             write_atomically(self.path / "objective.txt", explain(config.resolved_objective) + "\n")
-            remember(config, self.path)
+            remember(self.path)
         except OSError as error:
             raise DiskError(f"cannot write to run.output_dir: {error}") from None
         self._started = True
@@ -188,8 +188,8 @@ class RunFolder:
         """
         self.check_is_run()
         check_keys(allowed)
-        saved, began_in = load_config(self.path / "config.toml", of_run=True), last_start(self.path).folder
-        changes = setting_changes(saved, config, facts_known=bool(self.checkpoint_steps()), began_in=began_in)
+        saved = load_config(self.path / "config.toml", of_run=True)
+        changes = setting_changes(saved, config, facts_known=bool(self.checkpoint_steps()))
         refuse(self.path, changes, allowed)
         return changes
 
@@ -241,7 +241,7 @@ class RunFolder:
             self.checkpoint(later).rename(aside)
         self.drop_metrics_after(step if metrics_step is None else metrics_step)
         write_atomically(self.path / "config.toml", to_toml(config))
-        remember(config, self.path)
+        remember(self.path)
         self._started = True
 
     def evaluations(self) -> dict[int, dict[str, Any]]:

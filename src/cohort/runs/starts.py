@@ -56,7 +56,7 @@ class Start:
     """How a process was started."""
 
     folder: str = field(default_factory=_working_directory)
-    """The working directory, to which relative names in the settings belong."""
+    """The working directory."""
     overrides: tuple[str, ...] = ()
     """The settings that the command line gave, by name. Their values are in ``config.toml``."""
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -73,12 +73,6 @@ class Start:
         """A line that names what is missing; empty if nothing is."""
         missing = ", ".join(f"{name} ({what})" for name, what in self.missing.items())
         return [f"without a name in the run folder, so to be given again to resume: {missing}"] if missing else []
-
-    def working_directory(self, run: Path) -> Path | None:
-        """``folder``, if it is here: absolute, and not in the run folder, which may come from a stranger."""
-        path = Path(self.folder)
-        there = path.is_absolute() and path.is_dir() and not path.resolve().is_relative_to(run.resolve())
-        return path if there else None
 
     def line(self, step: int, steps: int, facts: Mapping[str, str]) -> dict[str, Any]:
         """The line of a start after ``step`` of the run's ``steps``."""

@@ -245,7 +245,7 @@ def _changes(
     return note, [*folder.check_settings(config, allowed), *changes]
 
 
-SCORING = {"rewards", "code"}
+SCORING = {"rewards", "values", "code"}
 """Facts after whose change completions are as before, and their scores are not."""
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cohort.calls import partial_layers
-from cohort.config import GRPOConfig, ModelConfig, Schedule, Source
+from cohort.config import GRPOConfig, ModelConfig, Schedule, Source, with_absolute_names
 from cohort.data import Data, PromptLoader, check_held_out, load_data, load_sets
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
@@ -31,7 +31,7 @@ from cohort.rewards import RewardRunner
 from cohort.rewards.model import RewardModel
 from cohort.rewards.names import BUILTIN_REWARDS
 from cohort.runs.changes import entries, machine, versions
-from cohort.runs.code import bindings, code_hash, named_code_hash
+from cohort.runs.code import code_hash, named_code_hash, values_hash
 
 
 def checked_settings(args: GRPOConfig | None) -> GRPOConfig:
@@ -108,7 +108,8 @@ def recorded(
     tools: Any = None,
     environment_factory: Any = None,
 ) -> tuple[GRPOConfig, dict[str, str]]:
-    """The settings with the names of what the trainer was given in their place, and what has no name.
+    """The settings with the names of what the trainer was given in their place, absolute ones of files, and what has no
+    name.
 
     Args:
         config: the settings.
@@ -140,7 +141,7 @@ def recorded(
             missing["environment_factory"] = ", ".join(_shown(one) for one in several.values())
         else:
             config = _with(config, "environment", factory=names.get("", names))
-    return config, missing
+    return with_absolute_names(config), missing
 
 
 def name_of(function: Any) -> str | None:
@@ -188,15 +189,9 @@ def _is_importable(script: str, name: str) -> bool:
     guards = [one for one in body if isinstance(one, ast.If) and "__name__" in ast.unparse(one.test)]
     texts = [one for one in body if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)]
     defines = (
-        ast.Import,
-        ast.ImportFrom,
-        ast.FunctionDef,
-        ast.AsyncFunctionDef,
-        ast.ClassDef,
-        ast.Assign,
-        ast.AnnAssign,
+        ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
     )
-    bound = {bound for one in body if one not in guards for bound in bindings(one)}
+    bound = {getattr(one, "name", None) for one in body}
     return name in bound and bool(guards) and all(isinstance(one, defines) or one in (*guards, *texts) for one in body)
 
 
@@ -258,13 +253,14 @@ def data_facts(
     prompts: PromptLoader, rewards: RewardRunner, acting: Acting | None, config: GRPOConfig
 ) -> dict[str, str]:
     """What can be known without a model: prompts, columns, names, code, versions."""
-    builtin = _builtin_names(rewards)
+    builtin, code = _builtin_names(rewards), list(_code(rewards, acting, config))
     packages = {row.package for row in BUILTIN_REWARDS.values() if row.package and row.name in builtin}
     facts = {
         "prompts": prompts.fingerprint,
         "columns": entries(prompts.prompts.contents),
         "rewards": ", ".join(rewards.names),
-        "code": entries(dict(_code(rewards, acting, config))),
+        "code": entries({name: file for name, file, _ in code}),
+        "values": entries({name: values for name, _, values in code if values}),
         "versions": versions([*sorted(packages), *(["peft"] if config.model.lora.wanted else [])]),
     }
     return facts | ({"tools": ", ".join(acting.names)} if acting else {})
@@ -295,17 +291,18 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
     return _hash(sums)
 
 
-def _code(rewards: RewardRunner, acting: Acting | None, config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """The hash of each piece of the user's code, by what it is."""
+def _code(rewards: RewardRunner, acting: Acting | None, config: GRPOConfig) -> Iterator[tuple[str, str, str]]:
+    """Each piece of the user's code: what it is, the hash of its file, and that of the values and the weights that
+    belong to it."""
     for name, function in zip(rewards.names, rewards.functions, strict=True):
         model = partial_layers(function.call)[-1]
         weights = fingerprint(model.model.state_dict()) if isinstance(model, RewardModel) else ""
-        yield f"reward {name}", code_hash(function.call) + weights
+        yield f"reward {name}", code_hash(function.call), values_hash(function.call) + weights
     if acting:
         for name, tool in acting.toolbox.items():
-            yield f"tool {name}", code_hash(tool.function)
+            yield f"tool {name}", code_hash(tool.function), values_hash(tool.function)
         for shape in acting.shapes.values():
-            yield f"environment {shape.name}", code_hash(shape.factory)
+            yield f"environment {shape.name}", code_hash(shape.factory), values_hash(shape.factory)
     objective, environment = config.resolved_objective, config.environment
     named: dict[str, Any] = {"history": environment.history, "parser": environment.parser}
     named |= {"baseline": objective.baseline, "filter": config.data.filter}
@@ -313,7 +310,7 @@ def _code(rewards: RewardRunner, acting: Acting | None, config: GRPOConfig) -> I
         named["trust region"] = objective.trust_region.function
     for name, spec in named.items():
         if isinstance(spec, str) and ":" in spec:
-            yield name, named_code_hash(spec)
+            yield name, named_code_hash(spec), ""
 
 
 def _builtin_names(rewards: RewardRunner) -> set[str]:

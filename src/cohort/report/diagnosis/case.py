@@ -10,9 +10,7 @@ from itertools import islice
 from statistics import fmean
 from typing import Any
 
-from cohort.config.objective import ObjectiveConfig
-from cohort.config.report import ThresholdsConfig
-from cohort.config.section import Section
+from cohort.config.schema import ObjectiveConfig, Section, ThresholdsConfig
 from cohort.errors import ConfigError
 from cohort.presets import Objective
 from cohort.presets.parts import DynamicSampling

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Self
 
-from cohort.config.report import ThresholdsConfig
+from cohort.config.schema import ThresholdsConfig
 from cohort.report.diagnosis import movement, signal, sources
 from cohort.report.diagnosis.case import Case, Facts, thresholds_of
 from cohort.report.diagnosis.finding import Finding, Level, Verdict, health_line

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from cohort.config.report import ReportConfig
+from cohort.config.schema import ReportConfig
 from cohort.report.trackers.kinds import KINDS, check_installed
 from cohort.report.trackers.send import State, error_text, folder_of, left_to_send
 
