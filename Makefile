@@ -38,7 +38,7 @@ endif
 # Wheels for a machine that has torch and no index: what Cohort and its tests import, and transformers in a version that
 # fits. GPU_PYTHON is that machine's version of Python.
 GPU_PYTHON ?= 3.12
-WHEELED := annotated-types attrs cyclopts datasets dill docstring-parser hypothesis iniconfig Jinja2 llguidance \
+WHEELED := annotated-types attrs cloudpickle cyclopts datasets dill docstring-parser hypothesis iniconfig Jinja2 llguidance \
 	markdown-it-py MarkupSafe mdurl multiprocess pluggy pydantic pydantic_core Pygments pytest regex rich rich-rst \
 	safetensors sortedcontainers tokenizers tomli_w transformers typing_extensions typing-inspection xxhash
 gpu-wheels:

@@ -209,6 +209,15 @@ def test_version_and_unknown_commands(capsys):
     assert 'Did you mean "train"?' in capsys.readouterr().err
 
 
+def test_help_shows_the_commands_of_the_first_hour_first_and_each_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    first, more = capsys.readouterr().out.split("More commands")
+    names = re.findall(r"^│ ([\w-]*)", first, re.MULTILINE)
+    assert names == ["new", "train", "resume", "watch", "report", "eval", "generate", "export", "doctor"]
+    assert "" not in re.findall(r"^│ ([\w-]*)", more, re.MULTILINE)
+
+
 @pytest.mark.parametrize("flags", [GenerateFlags, EvalFlags])
 def test_help_describes_every_flag(capsys, flags, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")

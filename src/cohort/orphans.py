@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import select
 import signal
 import sys
 import time
@@ -21,21 +20,18 @@ from pathlib import Path
 SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of linux/prctl.h."""
 _count = itertools.count()
-_watched: dict[int, tuple[str, int]] = {}
-"""By process, as a fork of this one is another: the prefix of its marks, and the open end of a pipe, which its second
-process waits on. It is closed when the process is gone."""
+_watched: dict[int, str] = {}
+"""The prefix of the marks of a process, by process, as a fork of this one is another."""
 
 
 def mark() -> str:
     """A mark for other processes, as ``NAME={mark}`` in their environment or command line. They end with this one."""
     process = os.getpid()
-    prefix, end = _watched.get(process, (f"cohort-{process}-{os.urandom(8).hex()}", None))
-    if end is not None and _is_closed(end):  # something has killed the second process
-        os.close(end)
-        end = None
-    if end is None and sys.platform == "linux":
-        _watched[process] = prefix, _watch(prefix)
-    return f"{prefix}-{next(_count)}-"
+    if process not in _watched:
+        _watched[process] = f"cohort-{process}-{os.urandom(8).hex()}"
+        if sys.platform == "linux":
+            _watch(_watched[process])
+    return f"{_watched[process]}-{next(_count)}-"
 
 
 def end_with(parent: int) -> None:
@@ -49,9 +45,9 @@ def end_with(parent: int) -> None:
             os._exit(1)
 
 
-def _watch(prefix: str) -> int:
-    """Start the second process; returns the open end of its pipe."""
-    waiting_end, open_end = os.pipe()
+def _watch(prefix: str) -> None:
+    """Start the second process. It waits on a pipe, whose other end is open as long as this process lives."""
+    waiting_end, _ = os.pipe()
     null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2)]
     os.posix_spawn(
         sys.executable,
@@ -61,30 +57,22 @@ def _watch(prefix: str) -> int:
         setsid=True,  # a signal to the process group, such as Ctrl-C, must not end it first
     )
     os.close(waiting_end)
-    return open_end
 
 
-def _is_closed(end: int) -> bool:
-    """Whether nobody reads a pipe."""
-    poll = select.poll()
-    poll.register(end, 0)
-    return bool(poll.poll(0))
-
-
-def kill_marked(*prefixes: str, passes: int = 1) -> None:
-    """Kill the processes whose mark has one of some prefixes, for at most 1 s.
+def kill_marked(prefix: str, passes: int = 1) -> None:
+    """Kill the processes whose mark has a prefix, for at most 1 s.
 
     Args:
-        prefixes: marks, or what several marks begin with.
+        prefix: a mark, or what several marks begin with.
         passes: stop when none was found so many times: 2 if a process may be about to start another.
     """
-    starts, quiet, until = [f"={prefix}".encode() for prefix in prefixes], 0, time.monotonic() + 1
-    while starts and quiet < passes and time.monotonic() < until:
+    start, quiet, until = f"={prefix}".encode(), 0, time.monotonic() + 1
+    while quiet < passes and time.monotonic() < until:
         quiet += 1
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # the process has ended meanwhile, or is another user's
                 found = (folder / "cmdline").read_bytes() + b"\0" + (folder / "environ").read_bytes()
-                if any(start in found for start in starts):
+                if start in found:
                     os.kill(int(folder.name), signal.SIGKILL)
                     quiet = 0
 

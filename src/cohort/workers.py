@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import io
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -48,6 +50,9 @@ MARK = "COHORT_MARK"
 """Environment variable by which the processes of a worker are found."""
 MESSAGE_LENGTH, DETAILS_LENGTH = 1000, 10_000
 """Maximum number of characters of an exception's message, and of its traceback."""
+
+LOCKS = {type(make()): lambda _, make=make: (make, ()) for make in (threading.Lock, threading.RLock)}
+"""How locks are pickled."""
 
 EncodedFunction = tuple[int, bytes]
 """The number of a function and its pickled form, which is sent to each worker once."""
@@ -98,7 +103,7 @@ class Workers(contextlib.AbstractContextManager["Workers"]):
         """Call ``function(**arguments)`` in a worker.
 
         Args:
-            function, arguments: must be picklable by dill.
+            function, arguments: must be picklable by cloudpickle.
             timeout: seconds for the call, from when a worker starts it. None: no limit.
 
         Returns:
@@ -148,7 +153,8 @@ class _Pool:
 
     def __init__(self, count: int) -> None:
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._processes = [_Process() for _ in range(count)]
+        self._mark = orphans.mark()
+        self._processes = [_Process(f"{self._mark}{number}-") for number in range(count)]
         for process in self._processes:
             threading.Thread(target=make_calls, args=(self.calls, process.call), daemon=True).start()
 
@@ -161,8 +167,9 @@ class _Pool:
         for process in self._processes:
             self.calls.put(None)
             process.kill()
-        marks = [process.end()[1] for process in self._processes]
-        orphans.kill_marked(*filter(None, marks))
+        for process in self._processes:
+            process.end()
+        orphans.kill_marked(self._mark)
 
 
 def close_at_exit(one: Any) -> None:
@@ -185,19 +192,21 @@ def make_calls(calls: queue.SimpleQueue[Any], call: Callable[..., Any]) -> None:
 
 
 class _Process:
-    """One worker process, as seen by its parent."""
+    """One worker process, as seen by its parent.
 
-    def __init__(self) -> None:
+    Args:
+        mark: of the process and all that it starts.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._mark = ""
         self._loaded: set[int] = set()
         self._closed = False
         self._lock = threading.Lock()
 
     def call(self, function: EncodedFunction, arguments: Mapping[str, Any], timeout: float | None) -> Any:
-        import dill
-
         sent = _dumps(dict(arguments), "its arguments")
         if self._process is not None and self._process.poll() is not None:
             self.stop()  # the process died after its last call, so this call is not to blame
@@ -208,7 +217,7 @@ class _Process:
             with self._lock:
                 if self._process is not None:
                     watchdog.dumping.add(self._process.pid)
-        return dill.loads(self._request((number, None, sent), timeout))
+        return pickle.loads(self._request((number, None, sent), timeout))
 
     def _request(self, message: tuple[int, bytes | None, bytes], timeout: float | None) -> bytes:
         """Send a message to the worker and wait for its answer."""
@@ -246,7 +255,6 @@ class _Process:
             if self._connection is None:
                 path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)  # noqa: PTH100
                 self._connection, theirs = multiprocessing.Pipe()
-                self._mark = orphans.mark()
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "cohort.workers", str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
@@ -267,19 +275,19 @@ class _Process:
     def stop(self, wait: float = 0.0) -> int | None:
         """Kill the process and all processes that it has started, and return its exit code. ``wait``: seconds for the
         process to exit by itself."""
-        code, mark = self.end(wait)
+        code = self.end(wait)
         if code is not None and not self._closed:  # else the pool does it for all
-            orphans.kill_marked(mark)
+            orphans.kill_marked(self._mark)
         return code
 
-    def end(self, wait: float = 0.0) -> tuple[int | None, str]:
-        """Kill the process and its group. Returns its exit code, and the mark of all that it has started."""
+    def end(self, wait: float = 0.0) -> int | None:
+        """Kill the process and its group. Returns its exit code; None: there is no process."""
         with self._lock:
             process, connection = self._process, self._connection
             self._process = self._connection = None
             self._loaded = set()
             if process is None:
-                return None, self._mark
+                return None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(wait)
             _kill_group(process)
@@ -287,7 +295,7 @@ class _Process:
             watchdog.dumping.discard(process.pid)
             if connection is not None:
                 connection.close()
-            return code, self._mark
+            return code
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
@@ -304,13 +312,25 @@ def _exit_reason(code: int | None) -> str:
 
 
 def _dumps(value: Any, what: str) -> bytes:
-    import dill
-
     try:
-        sent: bytes = dill.dumps(value, recurse=True)
+        return _pickled(value)
     except Exception as error:
         raise CallFailed(f"{what} cannot be sent to another process: {error}") from error
-    return sent
+
+
+def _pickled(value: Any) -> bytes:
+    """A value as cloudpickle writes it: what a script or a notebook defines by value, a class always as the same one. A
+    lock is another lock in the other process."""
+    _pickler()(file := io.BytesIO()).dump(value)
+    return file.getvalue()
+
+
+@functools.cache
+def _pickler() -> Any:
+    import cloudpickle
+
+    table = ChainMap(LOCKS, cloudpickle.Pickler.dispatch_table)
+    return type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})
 
 
 def describe_error(error: BaseException) -> str:
@@ -356,8 +376,6 @@ def _work(connection: Connection, parent: int) -> None:
 
     A message that loads a function also has arguments of it, so that their modules are imported.
     """
-    import dill
-
     orphans.end_with(parent)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):  # which schedulers send to all
         signal.signal(number, watchdog.ignored)
@@ -382,10 +400,10 @@ def _work(connection: Connection, parent: int) -> None:
             if encoded is not None:
                 files, body = pickle.loads(encoded)
                 know_file_modules(files)
-                functions[number] = dill.loads(body)
-            given, answer = dill.loads(arguments), b""
+                functions[number] = pickle.loads(body)
+            given, answer = pickle.loads(arguments), b""
             if encoded is None:
-                answer = dill.dumps(functions[number](**given), recurse=True)
+                answer = _pickled(functions[number](**given))
             answer = pickle.dumps((True, answer))
         except BaseException as error:
             answer = pickle.dumps((False, describe_error(error), traceback_of(error)))

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import dill
+import cloudpickle
 import numpy as np
 import pytest
 
@@ -150,7 +150,7 @@ class TestAsTool:
         assert as_tool("calculator").function(expression="6*7") == "42"
 
     def test_tools_are_picklable(self):
-        tool = dill.loads(dill.dumps(as_tool(functools.partial(add, b=2)), recurse=True))
+        tool = cloudpickle.loads(cloudpickle.dumps(as_tool(functools.partial(add, b=2))))
         assert tool.function(a=1) == 3
 
     def test_annotations_with_more_than_a_type(self):

@@ -38,11 +38,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from cohort import trainer
 from cohort.cli import main as cohort
-from cohort.report.compare import changed_settings, differences, only_in, read_whole
 from cohort.runs.durable import check_whole
 from cohort.runs.folder import RunFolder
 from cohort.train.memory import TokenBudget
 from cohort.train.source import RolloutSource
+from tests.faults.compare import changed_settings, differences, only_in, read_whole
 from tests.faults.killer import PHASES, Killer
 from tests.faults.variants import VARIANTS, write_inputs
 

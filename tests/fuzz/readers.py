@@ -29,7 +29,6 @@ from cohort.evaluation.command import Request
 from cohort.generate.request import Request as Generation
 from cohort.policy import context_length, end_token_ids, load_tokenizer
 from cohort.policy import read_config as model_config
-from cohort.report.compare import changed_facts, changed_settings, differences, read_whole
 from cohort.report.rollouts import StoredStep
 from cohort.rewards.names import split_spec
 from cohort.runs.checkpoints import load_checkpoint, random_state, saved_identity, set_random_state
@@ -43,6 +42,7 @@ from cohort.runs.tables import with_facts, write_table
 from cohort.runs.verify import verify
 from cohort.types import Completion, Episode, FinishReason, Group, Prompt, Segment, Turn
 from tests.conftest import DEMO_MODEL
+from tests.faults.compare import changed_facts, changed_settings, differences, read_whole
 from tests.fuzz import inputs as st
 from tests.train.harness import make_trainer
 

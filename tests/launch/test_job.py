@@ -7,10 +7,10 @@ import pytest
 
 from cohort.cli import main
 from cohort.errors import ConfigError
-from cohort.flags import LaunchFlags
-from cohort.launch import Job, job_of, rank
+from cohort.launch import Job, rank
 from cohort.launch import job as job_module
-from cohort.launch.job import LOG_HEADER, End, check_gpus, explain_failure, first_end, report
+from cohort.launch.ends import LOG_HEADER, End, explain_failure, first_end, report
+from cohort.launch.job import check_gpus
 from tests.conftest import each
 
 TRAIN = ("train", "c.toml")
@@ -139,10 +139,11 @@ def test_a_rank_does_not_launch_ranks(config, capsys, monkeypatch):
     assert "this process is a rank already (RANK and WORLD_SIZE are set)" in capsys.readouterr().err
 
 
-def test_every_rank_needs_a_gpu(monkeypatch):
+def test_every_rank_needs_a_gpu(config, capsys, monkeypatch):
     monkeypatch.setattr(job_module, "_gpus", lambda device: 0 if device == "cpu" else 2)
-    assert job_of(TRAIN, LaunchFlags(), output_dir="out").ranks == 2
-    assert job_of(TRAIN, LaunchFlags(), output_dir="out", device="cpu").ranks == 1
+    for device, ranks in (("auto", 2), ("cpu", 1)):
+        assert main(["launch", "--dry-run", "train", "c.toml", "--model.device", device]) == 0
+        assert f"ranks: {ranks} on this machine" in capsys.readouterr().out
     check_gpus(Job(TRAIN, Path("out"), ranks=2))
     check_gpus(Job(TRAIN, Path("out"), ranks=3, device="cpu"))
     with pytest.raises(ConfigError, match="--ranks 3 needs 3 GPUs on this machine, 2 are visible: start --ranks 2, or"):
@@ -172,7 +173,7 @@ KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
         ([End(0, TERMINATED, 10.0), End(1, 1, 10.5, "boom")], 0),  # ended by somebody else
         ([End(1, 1, 10.5, "boom"), End(0, TERMINATED, 10.0)], 1),  # ended by the launcher
         ([End(0, 1, 10.6, "lost"), End(1, 1, 10.5, "boom")], 1),
-        ([End(0, 1, 10.0), End(1, 7, 10.2, noted=False)], 1),  # os._exit
+        ([End(0, 1, 10.0, ""), End(1, 7, 10.2)], 1),  # os._exit
     ],
 )
 def test_the_first_failure_is_the_cause(ends, first):
@@ -195,8 +196,11 @@ def test_a_failure_is_explained(tmp_path):
     assert text.endswith(
         f"log is {job.log(1)}; {tmp_path} has a checkpoint of step 7: continue with 'resume {tmp_path}'"
     )
-    assert explain_failure(job, [End(1, 2, 1.0), End(0, 2, 1.1)]) == (2, None)  # rank 0 has said it
-    assert explain_failure(job, [End(1, 2, 1.0), End(0, 1, 1.1)]) == (2, f"rank 1: no disk; its log is {job.log(1)}")
+    assert explain_failure(job, [End(1, 2, 1.0, ""), End(0, 2, 1.1, "")]) == (2, None)  # rank 0 has said it
+    assert explain_failure(job, [End(1, 2, 1.0, ""), End(0, 1, 1.1, "")]) == (
+        2,
+        f"rank 1: no disk; its log is {job.log(1)}",
+    )
 
 
 def test_a_rank_that_ends_without_a_message(tmp_path):
@@ -205,10 +209,10 @@ def test_a_rank_that_ends_without_a_message(tmp_path):
     log.parent.mkdir()
     log.write_text(f"cohort: error: of an earlier start\n{LOG_HEADER}1 of 2, 2026-01-01 00:00:00, process 5 on node\n")
     message = f"rank 1 ended with exit code 7, without a message; its log is {log}; {tmp_path} has no checkpoint yet"
-    assert explain_failure(job, [End(1, 7, 1.0), End(0, TERMINATED, 2.0)]) == (7, message)
+    assert explain_failure(job, [End(1, 7, 1.0, ""), End(0, TERMINATED, 2.0)]) == (7, message)
     with log.open("a") as file:
         file.write("a line of the run\n")
-    assert explain_failure(job, [End(1, 7, 1.0, noted=False), End(0, 7, 2.0)]) == (7, message)
+    assert explain_failure(job, [End(1, 7, 1.0), End(0, 7, 2.0, "")]) == (7, message)
 
 
 @pytest.mark.parametrize(
@@ -221,5 +225,5 @@ def test_a_refused_start_leaves_no_numbered_folder(tmp_path, numbered, code, fil
     job.log(1).touch()
     if file:
         (job.folder / file).touch()
-    assert report(job, [End(1, code, 1.0), End(0, code, 1.1)]) == code
+    assert report(job, [End(1, code, 1.0, ""), End(0, code, 1.1, "")]) == code
     assert job.folder.exists() == stays

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cohort.errors import CohortError, ConfigError
+from cohort.flags import LaunchFlags
 from cohort.launch import Job, launch, processes
 from tests import warm
 
@@ -21,9 +22,8 @@ SOURCE = HERE.parents[1] / "src"
 def main():
     """Run by ``start`` in a process of its own."""
     what, folder, *more = sys.argv[1:]
-    several = dict(zip(("nodes", "endpoint", "name"), (2, *more), strict=False)) if more else {}
-    ranks = 1 if more else 2
-    job = Job((what, "$$ ${rank} a b"), Path(folder), ranks=ranks, device="cpu", module="stub", **several)
+    flags = LaunchFlags(**dict(zip(("nnodes", "rdzv_endpoint", "rdzv_id"), (2, *more), strict=False)) if more else {})
+    job = Job((what, "$$ ${rank} a b"), Path(folder), 1 if more else 2, flags=flags, device="cpu", module="stub")
     try:
         return launch(job)
     except CohortError as error:

@@ -17,18 +17,21 @@ SCRIPT = """
     from pathlib import Path
     from ray.cluster_utils import Cluster
     from cohort.errors import ConfigError
+    from cohort.flags import LaunchFlags
     from cohort.launch import Job, launch
     import os
+
+    RAY = LaunchFlags(ray=True)
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=1)
     os.environ["RAY_ADDRESS"] = cluster.address
     folder = Path(sys.argv[1])
     for what in ("work", "agree", "raise", "kill"):
-        code = launch(Job((what, "$$ a b"), folder / what, ranks=2, device="cpu", module="stub"), ray=True)
+        code = launch(Job((what, "$$ a b"), folder / what, ranks=2, flags=RAY, device="cpu", module="stub"))
         print(what, code, flush=True)
     try:
-        launch(Job(("work",), folder / "many", ranks=3, device="cpu", module="stub"), ray=True)
+        launch(Job(("work",), folder / "many", ranks=3, flags=RAY, device="cpu", module="stub"))
     except ConfigError as error:
         print(error)
     cluster.shutdown()

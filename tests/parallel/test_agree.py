@@ -1,4 +1,4 @@
-"""``agreed`` where the others have ended."""
+"""``agreed`` where the others have ended; see also ``test_world``."""
 
 from concurrent.futures import CancelledError
 
@@ -15,16 +15,6 @@ class Alone:
 
     def gather_pickled(self, _):
         raise RankError("the other has ended")
-
-
-def test_a_rank_that_fails_after_the_others_have_ended_reports_its_own_failure():
-    def interrupted():
-        raise KeyboardInterrupt("by Ctrl-C")
-
-    with pytest.raises(KeyboardInterrupt, match="by Ctrl-C"):
-        agreed(Alone(), interrupted)
-    with pytest.raises(RankError, match="the other has ended"):
-        agreed(Alone(), lambda: 1)
 
 
 @pytest.mark.parametrize(("error", "logged"), [(ValueError("no"), 1), (CancelledError(), 0)])

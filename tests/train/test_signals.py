@@ -143,8 +143,7 @@ def test_a_request_to_save_before_the_run_does_not_end_it(monkeypatch, tmp_path)
     with pytest.raises(SystemExit, match="7"):
         main(["train", "c.toml"])
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(sys, "argv", ["rank", str(tmp_path)])
-    (tmp_path / "command.json").write_text('{"launcher": 1}')
+    monkeypatch.setattr(sys, "argv", ["rank", str(tmp_path), "1", str(tmp_path), "cohort"])
     monkeypatch.setattr(rank, "end_with", begins)
     with pytest.raises(SystemExit, match="7"):
         rank.main()

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-import dill
+import cloudpickle
 import pytest
 
 from cohort.config import RewardConfig
@@ -41,7 +41,7 @@ def test_with_lists(name):
 def test_in_a_run(name):
     """One completion per call, in another process: the same scores."""
     sent, expected = FUNCTIONS[name]
-    function = Function(dill.loads(dill.dumps(sent, recurse=True)), name, 1.0, RewardConfig())
+    function = Function(cloudpickle.loads(cloudpickle.dumps(sent)), name, 1.0, RewardConfig())
     assert function.per == "sample"
     assert function.in_background == ("accuracy" in name or "cosine" in name)
     prompt = Prompt(0, 0, (1,), "3*4", "3*4", {"solution": "12", "answer": "a column that no function reads"})

@@ -15,12 +15,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from cohort import shipped
-from cohort.cli.app import app
+from cohort.cli.app import FIRST_HOUR, app
 from cohort.errors import ConfigError, did_you_mean
 
 
 @app.command(
-    sort_key=30,
+    sort_key=10,
     usage="Usage: cohort objective [NAME] [--set PART=VALUE ...]",
     help_epilogue="Example: cohort objective dapo --set trust_region.high=1.4 beta=0.01 scale=none",
 )
@@ -30,7 +30,9 @@ def objective(
     *assignments: Annotated[str, Parameter(show=False)],
     changes: Annotated[Sequence[str], Parameter("--set", consume_multiple=True, metavar="PART=VALUE...")] = (),
 ) -> None:
-    """List the presets, or explain one: its formula, its numbers, its coefficients.
+    """List the presets of the objective, or explain one.
+
+    It shows the formula, the numbers and the coefficients.
 
     Args:
         name: A preset, or NAME@VERSION.
@@ -64,7 +66,7 @@ def objective(
 
 
 @app.command(
-    sort_key=31,
+    sort_key=11,
     usage="Usage: cohort rewards [NAME]",
     help_epilogue='Example of the settings: reward.functions = ["math", "soft_overlong(max_length=1024, buffer=256)"]',
 )
@@ -79,9 +81,9 @@ def rewards(name: str | None = None, /) -> None:
     print(list_rewards() if name is None else explain_reward(name))
 
 
-@app.command(sort_key=32)
+@app.command(sort_key=9)
 def config() -> None:
-    """Print every setting with its default and meaning, as a TOML file."""
+    """Print every setting with its default and meaning, as TOML."""
     from cohort.config import annotated_toml
 
     print(annotated_toml(), end="")
@@ -92,7 +94,7 @@ def config() -> None:
 
 
 @app.command(
-    sort_key=33,
+    sort_key=12,
     usage="Usage: cohort docs [NAME]",
     help_epilogue="Example: cohort docs metrics. Into a pipe or a file, the page is written as it is, in Markdown.",
 )
@@ -138,12 +140,15 @@ WIDTH = 100
 
 
 @app.command(
-    sort_key=3,
+    group=FIRST_HOUR,
+    sort_key=1,
     usage="Usage: cohort new [RECIPE [FOLDER]]",
     help_epilogue="Without a recipe, lists them all: what each does, the hardware it needs, and the time it takes.",
 )
 def new(recipe: str | None = None, folder: str | None = None, /) -> None:
-    """List the recipes, or write one into a new folder: settings and reward functions to start from.
+    """List the recipes, or write one into a new folder to start from.
+
+    A recipe has settings and reward functions.
 
     Args:
         recipe: The recipe's name.

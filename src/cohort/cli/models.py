@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from cohort.cli.app import ANY_TEXT, app
+from cohort.cli.app import ANY_TEXT, FIRST_HOUR, app
 from cohort.errors import CohortError, ConfigError, DataError
 from cohort.flags import EvalFlags, GenerateFlags
 
@@ -19,14 +20,15 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    sort_key=20,
+    group=FIRST_HOUR,
+    sort_key=7,
     usage="Usage: cohort generate MODEL [PROMPT ...] [--prompts FILE] [--output FILE.jsonl] [options]",
     help_epilogue="If the model is in a run folder, the run's settings for prompts and sampling are the defaults. "
     "The seed and the position of a prompt determine its completions; other prompts do not change them. "
     "A prompt that begins with a dash goes after '--'.",
 )
 def generate(model: str, /, *prompt: Annotated[str, ANY_TEXT], flags: GenerateFlags | None = None) -> int:
-    """Sample from a model: one prompt on the terminal, or a file of prompts.
+    """Sample from a model, for one prompt or a file of prompts.
 
     Args:
         model: A folder, a hub id, a GGUF file, or a run (its best/ model, else its newest checkpoint).
@@ -40,7 +42,8 @@ def generate(model: str, /, *prompt: Annotated[str, ANY_TEXT], flags: GenerateFl
 
 @app.command(
     name="eval",
-    sort_key=21,
+    group=FIRST_HOUR,
+    sort_key=6,
     usage="Usage: cohort eval MODEL [--data FILE] [--reward NAME] [--against MODEL] [options] [--section.key value]",
     help_epilogue="If the model is in a run folder, the run's settings are the defaults. Every setting of "
     "'cohort config' can be given as --section.key value. 'cohort docs evaluation' explains the metrics.",
@@ -48,7 +51,7 @@ def generate(model: str, /, *prompt: Annotated[str, ANY_TEXT], flags: GenerateFl
 def evaluate(
     model: str, /, *overrides: Annotated[str, ANY_TEXT, Parameter(show=False)], flags: EvalFlags | None = None
 ) -> int:
-    """Evaluate a model on data, with confidence intervals, or compare two models.
+    """Evaluate a model with confidence intervals, or compare two.
 
     Args:
         model: A folder, a hub id, a GGUF file, or a run (its best/ model, else its newest checkpoint).
@@ -77,7 +80,8 @@ Trained with [GRPO](https://huggingface.co/papers/2402.03300) by Cohort.
 
 
 @app.command(
-    sort_key=22,
+    group=FIRST_HOUR,
+    sort_key=8,
     usage="Usage: cohort export MODEL FOLDER [--dtype DTYPE] [--checkpoint STEP] [--push-to-hub NAME]",
     help_epilogue="The folder has config, tokenizer and safetensors, as transformers, vLLM and llama.cpp load them. "
     "'cohort docs recipes/ship' shows the commands.",
@@ -93,7 +97,9 @@ def export(
     private: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write a trained model for other programs: adapters merged, nothing of the run.
+    """Write a trained model for other programs, adapters merged.
+
+    The folder holds nothing of the run.
 
     Args:
         model: A run (its best/ model, else its newest checkpoint), a checkpoint, an adapter's folder, or a model.
@@ -120,7 +126,11 @@ def export(
     if within := next((one for one in target.absolute().parents if run_of(one) == one), None):
         raise ConfigError(f"{folder} is inside the run {within}, where only the run writes: give another folder")
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    repository = _repository(push_to_hub, private=private) if push_to_hub else None  # before anything takes long
+    repository = ""
+    if push_to_hub:  # before anything takes long
+        instead = "Log in with `hf auth login`; or leave it out, and upload the folder later with `hf upload`"
+        with _hub(f"--push-to-hub {push_to_hub}: cannot make the repository", instead) as hub:
+            repository = hub.create_repo(push_to_hub, private=private, exist_ok=True).repo_id
     kept = Precision(torch.float32, torch.float32)
     loaded = load_model(path, kept, torch.device("cpu"), trust_remote_code=trust_remote_code)
     policy = Policy(loaded.to(getattr(torch, dtype)), kept)
@@ -131,40 +141,22 @@ def export(
     size = sum(file.stat().st_size for file in target.iterdir())
     print(f"{note or model} is written to {target}: {dtype}, {size / 2**20:,.1f} MiB")
     if repository:
-        print(f"uploaded to {_upload(repository, target)}")
+        again = f"Repeat with `hf upload {repository} {target}`"
+        with _hub(f"{target} is written, and uploading it failed", again) as hub:
+            where = hub.upload_folder(repo_id=repository, folder_path=target, commit_message="Upload the model")
+        print(f"uploaded to {where}")
 
 
-def _repository(name: str, *, private: bool) -> str:
-    """The id of a repository of the hub, which is made unless it exists.
-
-    Raises:
-        ConfigError: the hub cannot be reached, or refuses.
-    """
+@contextmanager
+def _hub(problem: str, instead: str) -> Iterator[Any]:
+    """The hub, in whose block an error is a ``ConfigError``: the problem, the reason, and what to do instead."""
     from huggingface_hub import HfApi
 
     try:
-        return str(HfApi().create_repo(name, private=private, exist_ok=True).repo_id)
+        yield HfApi()
     except Exception as error:  # of the network, of permissions, of the name
-        raise ConfigError(
-            f"--push-to-hub {name}: cannot make the repository: {_first_line(error)}. Log in with `hf auth login`; or "
-            "leave it out, and upload the folder later with `hf upload`"
-        ) from error
-
-
-def _upload(repository: str, folder: Path) -> Any:
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload the model")
-    except Exception as error:
-        raise ConfigError(
-            f"{folder} is written, and uploading it failed: {_first_line(error)}. Repeat with `hf upload {repository} "
-            f"{folder}`"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise ConfigError(f"{problem}: {reason}. {instead}") from error
 
 
 # ----------------------------------------
@@ -172,7 +164,8 @@ def _first_line(error: Exception) -> str:
 
 
 @app.command(
-    sort_key=4,
+    group=FIRST_HOUR,
+    sort_key=9,
     usage="Usage: cohort doctor [CONFIG.toml] [--gpu] [--skip NAME ...] [--json] [--section.key value ...]",
     help_epilogue="Exit code: 1 if a check fails. 'cohort docs doctor' explains the checks.",
 )
@@ -183,7 +176,9 @@ def doctor(
     gpu: bool = False,
     device: Annotated[str, Parameter(show=False)] = "cuda",
 ) -> int:
-    """Check a run before it starts: data, prompts, rewards, a first rollout, memory and time. Or check the GPU.
+    """Check a run before it starts, or check the GPU.
+
+    It looks at data, prompts and rewards, makes a first rollout, and predicts memory and time.
 
     Args:
         arguments: The settings, as for 'cohort train'.

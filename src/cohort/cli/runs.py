@@ -1,16 +1,15 @@
-"""Commands that read a run's folder: watch, diagnose, report, plot, diff, replay, track, verify."""
+"""Commands that read a run's folder: watch, diagnose, report, plot, replay, track, verify."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from cohort.cli.app import app
+from cohort.cli.app import FIRST_HOUR, app
 from cohort.errors import ConfigError
 from cohort.flags import ReplayFlags
 
@@ -18,11 +17,12 @@ from cohort.flags import ReplayFlags
 # ``cohort watch``: the live display of a run that was started elsewhere.
 
 
-@app.command(sort_key=14, usage="Usage: cohort watch RUN [--once]")
+@app.command(group=FIRST_HOUR, sort_key=4, usage="Usage: cohort watch RUN [--once]")
 def watch(run: str, /, *, once: bool = False) -> None:
-    """Show the progress of a run that another process trains, until it is complete. It only reads the run folder.
+    """Show the progress of a run that another process trains.
 
-    On a terminal, g shows the last group and q quits. Otherwise lines are printed as the run goes on.
+    It only reads the run folder, and ends when the run is complete. On a terminal, g shows the last group and q quits.
+    Otherwise lines are printed as the run goes on.
 
     Args:
         run: The run folder.
@@ -38,12 +38,14 @@ def watch(run: str, /, *, once: bool = False) -> None:
 
 
 @app.command(
-    sort_key=12.5,
+    sort_key=4,
     usage="Usage: cohort diagnose RUN [--json]",
     help_epilogue="The exit code is 1 if an alarm stands at the end. 'cohort docs diagnosis' explains the checks.",
 )
 def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] = False) -> int:
-    """Say what is wrong with a run, from its metrics: what, since when, why, and what to try.
+    """Say what is wrong with a run, and what to try.
+
+    From its metrics: what, since when, and why.
 
     Args:
         run: A run folder, of a run that has ended or is in progress.
@@ -81,10 +83,11 @@ def diagnose(run: str, /, *, json_output: Annotated[bool, Parameter("--json")] =
 # The command that makes the page of a run: report.
 
 
-@app.command(sort_key=13, usage="Usage: cohort report RUN [RUN ...] [--output report.html]")
+@app.command(group=FIRST_HOUR, sort_key=5, usage="Usage: cohort report RUN [RUN ...] [--output report.html]")
 def report(*runs: str, output: str | None = None) -> None:
-    """Write one HTML file that shows a run: curves, diagnosis, every token of a sample, settings, time. Of several
-    runs, it compares them.
+    """Write one HTML file that shows a run, or compares several.
+
+    It has curves, the diagnosis, every token of a sample, settings and times.
 
     Args:
         runs: Run folders; runs may be in progress.
@@ -104,7 +107,7 @@ def report(*runs: str, output: str | None = None) -> None:
 
 
 @app.command(
-    sort_key=15,
+    sort_key=5,
     usage="Usage: cohort plot RUN [RUN ...] --output FILE [--key METRIC ...] [options]",
     help_epilogue="Example: cohort plot runs/*/ --key reward/mean --x tokens --output curves.png. 'cohort docs plot' "
     "has pictures, 'cohort docs metrics' all metrics.",
@@ -122,7 +125,9 @@ def plot(
     separate: bool = False,
     bare: bool = False,
 ) -> None:
-    """Draw metrics of runs as PNG, SVG or PDF. Runs that differ only by their seed are one line with a band.
+    """Draw metrics of runs as PNG, SVG or PDF.
+
+    Runs that differ only by their seed are one line with a band.
 
     Args:
         runs: Run folders.
@@ -160,60 +165,19 @@ def _size(text: str) -> tuple[float, float]:
 
 
 # ----------------------------------------
-# The command that compares runs: diff.
-
-
-SHOWN = 12
-"""Differences of the first step that are printed."""
-
-
-@app.command(
-    sort_key=12,
-    usage="Usage: cohort diff RUN_A RUN_B",
-    help_epilogue="The exit code is 0 if all that both runs have is equal, even if one is longer, and 1 if not. Times "
-    "are not compared.",
-)
-def diff(run_a: str, run_b: str, /) -> int:
-    """Find the first step and the first quantity in which two runs part, bit by bit.
-
-    Args:
-        run_a: A run folder.
-        run_b: Another run folder.
-    """
-    from cohort.report.compare import changed_facts, changed_settings, differences, last_step, only_in, read_whole
-
-    a, b = read_whole(run_a), read_whole(run_b)
-    for title, changed in (("settings", changed_settings(a, b)), ("data and versions", changed_facts(a, b))):
-        if changed:
-            print(f"{title} that differ:", *(f"  {key}: {values}" for key, values in changed), sep="\n")
-    found = differences(a, b)
-    first = next(found, None)
-    if first is None:
-        print(f"no difference in what both runs have, up to step {last_step(a, b)}")
-    else:
-        print(f"the runs part in step {first.step}, {first.quantity}: {first.detail}")
-        later = [one for one in islice(found, SHOWN) if one.step == first.step]
-        if later:
-            print(f"then in step {first.step}:", *(f"  {one.quantity}: {one.detail}" for one in later), sep="\n")
-    for name, missing in (("A", only_in(a, b)), ("B", only_in(b, a))):
-        if missing:
-            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-            print(f"only {name} has {', '.join(missing[:4])}{more}")
-    return 1 if first else 0
-
-
-# ----------------------------------------
 # The command that puts a stored step under another objective: replay.
 
 
 @app.command(
-    sort_key=16,
+    sort_key=6,
     usage="Usage: cohort replay RUN [--step N] [--objective PRESET] [--set PART=VALUE ...]",
     help_epilogue="Example: cohort replay runs/mine --step 12 --objective dr_grpo --set beta=0.01. 'cohort docs "
     "replay' explains the result, which is also in RUN/replays/.",
 )
 def replay(run: str, /, *, flags: ReplayFlags | None = None) -> int:
-    """What a stored step would have taught under another objective. Nothing is sampled, and the run is not changed.
+    """Compute what a stored step teaches under another objective.
+
+    Nothing is sampled, and the run is not changed.
 
     Args:
         run: The run folder.
@@ -228,7 +192,7 @@ def replay(run: str, /, *, flags: ReplayFlags | None = None) -> int:
 
 
 @app.command(
-    sort_key=17,
+    sort_key=7,
     usage="Usage: cohort track RUN --to TRACKER [--project NAME]",
     help_epilogue="Trackers: tensorboard, wandb, mlflow, trackio, swanlab, comet (see 'cohort docs trackers'). "
     "Addresses and keys are those of the tracker's own settings, such as WANDB_API_KEY or MLFLOW_TRACKING_URI.",
@@ -240,7 +204,7 @@ def track(
     to: Annotated[str, Parameter(metavar="TRACKER")],
     project: Annotated[str | None, Parameter(metavar="NAME")] = None,
 ) -> None:
-    """Send a run to an experiment tracker: what it was not sent yet.
+    """Send to an experiment tracker what it lacks of a run.
 
     Args:
         run: A run folder. The run may be complete, stopped, killed, or in progress.
@@ -273,11 +237,12 @@ def track(
 # ``cohort verify``.
 
 
-@app.command(sort_key=6, usage="Usage: cohort verify RUN")
+@app.command(sort_key=8, usage="Usage: cohort verify RUN")
 def verify(run: str, /) -> int:
-    """Check every file of a run folder, or of one checkpoint, against its size, hash or checksum.
+    """Check every file of a run folder, or of one checkpoint.
 
-    Exit code 0 if all are whole, 1 if not. Folders that were set aside (step-N.broken) do not count.
+    Each has a size, a hash or a checksum. Exit code 0 if all are whole, 1 if not. Folders that were set aside
+    (step-N.broken) do not count.
 
     Args:
         run: The folder.

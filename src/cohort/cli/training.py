@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from cohort.cli.app import ANY_TEXT, STARTED, app
+from cohort.cli.app import ANY_TEXT, FIRST_HOUR, STARTED, app
 from cohort.errors import ConfigError, RunFolderError, Stopped
 from cohort.flags import LaunchFlags
 from cohort.terminal import output_outlasted
@@ -20,7 +20,6 @@ from cohort.terminal import output_outlasted
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig
     from cohort.runs.output import Resume
-    from cohort.runs.starts import Start
     from cohort.trainer import GRPOTrainer
 
 
@@ -63,7 +62,16 @@ def run_training(
         checkpoint = None
         if beginning is Beginning.RESUMED:
             checkpoint = folder.checkpoint(on_main(world, partial(folder.check_resumable, settings, allow_changed)))
-        trainer = _trainer(settings, start, checkpoint)
+        from cohort.policy import load_tokenizer
+        from cohort.trainer import GRPOTrainer
+
+        # What a resumed run has no name for is read from its checkpoint.
+        absent = start.missing if checkpoint else {}
+        tokenizer = None
+        if "processing_class" in absent:
+            tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=settings.model.trust_remote_code)
+        model = checkpoint if "model" in absent else None
+        trainer = GRPOTrainer(model, args=settings, processing_class=tokenizer)
         trainer.began_as(start, settings, folder, beginning)
     trainer.started = STARTED
     try:
@@ -87,28 +95,6 @@ def run_training(
             print(f"nothing was learned; {why_no_gradient(trainer.last_metrics)}")
 
 
-def _trainer(config: GRPOConfig, started_by: Start, checkpoint: Path | None) -> GRPOTrainer:
-    """The trainer of settings that name model, data and rewards.
-
-    Args:
-        config: the settings.
-        started_by: how the process was started. What a resumed run has no name for is read from its checkpoint.
-        checkpoint: that of a run that goes on.
-
-    Raises:
-        CohortError: as ``GRPOTrainer``.
-    """
-    from cohort.policy import load_tokenizer
-    from cohort.trainer import GRPOTrainer
-
-    model, tokenizer = None, None
-    if checkpoint:
-        model = checkpoint if "model" in started_by.missing else None
-        if "processing_class" in started_by.missing:
-            tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=config.model.trust_remote_code)
-    return GRPOTrainer(model, args=config, processing_class=tokenizer)
-
-
 def _state_after_interrupt(trainer: GRPOTrainer) -> str:
     """What an interrupted run has written, and how to continue it."""
     if trainer.folder is None:
@@ -123,6 +109,7 @@ def _state_after_interrupt(trainer: GRPOTrainer) -> str:
 
 
 @app.command(
+    group=FIRST_HOUR,
     sort_key=3,
     usage="Usage: cohort resume RUN [--allow-changed KEY] [--trust RUN] [--section.key value ...]",
     help_epilogue="Every setting of 'cohort config' can be given as --section.key value. It overrides the run's.",
@@ -134,7 +121,9 @@ def resume(
     allow_changed: ALLOW_CHANGED = (),
     trust: TRUST = None,
 ) -> None:
-    """Continue a run: from its newest checkpoint, or from the start if it has none. Nothing is done if it is complete.
+    """Continue a run from its folder alone.
+
+    From its newest checkpoint, or from the start if it has none. Nothing is done if it is complete.
 
     The run's settings are used. Names of files given here belong to the working directory.
 
@@ -182,9 +171,11 @@ def resume(
 POLL_SECONDS = 0.2
 
 
-@app.command(sort_key=4, usage="Usage: cohort save RUN [--timeout SECONDS]")
+@app.command(sort_key=3, usage="Usage: cohort save RUN [--timeout SECONDS]")
 def save(run: str, /, *, timeout: float = 600.0) -> None:
-    """Let a run write a checkpoint between two steps, and go on; it may run on another machine.
+    """Let a run write a checkpoint between two steps, and go on.
+
+    It may run on another machine.
 
     Args:
         run: The run folder.
@@ -220,7 +211,9 @@ def demo(
     seed: int = 0,
     output_dir: Annotated[str | None, Parameter(metavar="FOLDER")] = None,
 ) -> None:
-    """Train a small model on column addition, or on when to call a calculator: about 90 seconds on two cores.
+    """Train a small model in 90 seconds, without a download.
+
+    It learns column addition, or when to call a calculator: about 90 seconds on two cores.
 
     Args:
         task: What it learns. [default: addition]
@@ -237,6 +230,7 @@ def demo(
 
 
 @app.command(
+    group=FIRST_HOUR,
     sort_key=2,
     usage="Usage: cohort train [CONFIG.toml] [--resume [auto]] [--section.key value ...]",
     help_epilogue="Every setting of 'cohort config' can be given as --section.key value. It overrides the file.",
@@ -274,19 +268,19 @@ def train(
 
 
 @app.command(
-    sort_key=5,
+    sort_key=2,
     usage="Usage: cohort launch [--ranks N] [options] train CONFIG.toml [--section.key value ...]",
     help_epilogue="'cohort resume RUN' and 'cohort demo' can be launched too. 'cohort docs scale' explains ranks, "
     "layouts and several machines.",
 )
 def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None) -> int:
-    """Train on several processes: one per GPU, on one machine or several.
+    """Train on several GPUs or machines, with a process for each GPU.
 
     Args:
         command: The command that every rank runs: 'train', 'resume' or 'demo' with its arguments.
     """
     from cohort.config import file_and_overrides
-    from cohort.launch import check_settings, job_of, settings_of
+    from cohort.launch import job_of, settings_of
     from cohort.launch import launch as run
     from cohort.runs.trust import check_files
 
@@ -302,19 +296,11 @@ def launch(*command: Annotated[str, ANY_TEXT], flags: LaunchFlags | None = None)
         arguments = (str(Path(folder) / "config.toml"), *bound.args[1:]) if folder else bound.args
         path, overrides = file_and_overrides(arguments)
         settings = settings_of(path, overrides, flags, of_run=inner is resume)  # mistakes are reported once
-        job = job_of(
-            command,
-            flags,
-            output_dir=folder or settings.run.output_dir,
-            device=settings.model.device,
-            layout=settings.parallel.layout,
-            prompts=settings.rollout.prompts_per_step,
-            resume="auto" if inner is resume else bound.kwargs.get("resume", False),
-        )
-        check_settings(settings, job.ranks * job.nodes)
+        resumed: bool | Literal["auto"] = "auto" if inner is resume else bound.kwargs.get("resume", False)
+        job = job_of(command, flags, settings, output_dir=folder or settings.run.output_dir, resume=resumed)
     elif inner is demo:
-        job = job_of(command, flags, output_dir=bound.kwargs.get("output_dir"), device="cpu")
+        job = job_of(command, flags, None, output_dir=bound.kwargs.get("output_dir"))
     else:
         raise ConfigError(f"cohort launch cannot start 'cohort {' '.join(command)}'")
     check_files(job.folder)  # before the ranks write logs into it
-    return run(job, ray=flags.ray, dry_run=flags.dry_run)
+    return run(job)

@@ -27,8 +27,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cohort.errors import STOPPED, ConfigError, RankError
-from cohort.launch.job import Job, check_gpus, read_end, report
-from cohort.launch.rank import write_command
+from cohort.launch.ends import End, report
+from cohort.launch.job import Job, check_gpus
+from cohort.launch.rank import command
 
 SECONDS_TO_END = 8
 """After the first failure or a signal, ranks that have not ended are killed after this time."""
@@ -41,20 +42,22 @@ STORE = "import sys; from torch.distributed import TCPStore; TCPStore(sys.argv[1
 def start_processes(job: Job) -> int:
     """Start a job's ranks on this machine, and wait for their end. Returns and raises as ``launch``."""
     check_gpus(job)
-    if job.endpoint:
-        _check_endpoint(*job.endpoint.rsplit(":", 1))
+    if job.flags.rdzv_endpoint:
+        _check_endpoint(*job.flags.rdzv_endpoint.rsplit(":", 1))
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     with tempfile.TemporaryDirectory(prefix="cohort-launch-") as folder, _quiet():
         notes = Path(folder)
-        write_command(notes, job)
         agent = elastic_launch(_config(job, notes), sys.executable)
+        arguments = [one.replace("$", "$$") for one in command(job, folder)]  # torchrun replaces ${...}
         try:
             # In a thread, torchrun's agent leaves the signals alone, which it would answer by ending the ranks.
             with _passing_on_signals(notes) as passed_on, ThreadPoolExecutor(1) as thread:
-                thread.submit(agent, "-u", "-m", "cohort.launch.rank", folder).result()
+                thread.submit(agent, *arguments).result()
         except ChildFailedError as error:
-            failures = error.failures.items()
-            ends = [read_end(notes, rank, failed.exitcode, failed.timestamp) for rank, failed in failures]
+            ends = [
+                End.left_in(Path(failed.error_file)) or End(rank, failed.exitcode, failed.timestamp)
+                for rank, failed in error.failures.items()
+            ]
             if not passed_on or any(end.code == STOPPED for end in ends):
                 return report(job, ends)
             if passed_on[0] != signal.SIGINT:  # rank 0 reports an interrupt
@@ -62,7 +65,7 @@ def start_processes(job: Job) -> int:
             return 128 + passed_on[0]
         except RendezvousError as error:
             # Ranks that have lost the machine of the meeting point have said so.
-            ends = [read_end(notes, int(path.stem.removeprefix("rank-")), 1, 0.0) for path in notes.glob("rank-*.json")]
+            ends = [end for file in notes.rglob("error.json") if (end := End.left_in(file))]
             if not ends:
                 raise _meeting_failed(job, error) from error
             return report(job, ends)
@@ -98,16 +101,16 @@ def _passing_on_signals(notes: Path) -> Iterator[list[signal.Signals]]:
 
 def _config(job: Job, notes: Path) -> LaunchConfig:
     return LaunchConfig(
-        min_nodes=job.nodes,
-        max_nodes=job.nodes,
+        min_nodes=job.flags.nnodes,
+        max_nodes=job.flags.nnodes,
         nproc_per_node=job.ranks,
-        run_id=job.name if job.endpoint else str(uuid.uuid4()),
+        run_id=job.flags.rdzv_id if job.flags.rdzv_endpoint else str(uuid.uuid4()),
         role="rank",
         rdzv_backend="c10d",
-        rdzv_endpoint=job.endpoint or "localhost:0",
+        rdzv_endpoint=job.flags.rdzv_endpoint or "localhost:0",
         rdzv_configs={"join_timeout": SECONDS_TO_JOIN},
-        local_addr=None if job.endpoint else "localhost",
-        max_restarts=job.max_restarts,
+        local_addr=None if job.flags.rdzv_endpoint else "localhost",
+        max_restarts=job.flags.max_restarts,
         monitor_interval=0.1,
         shutdown_timeout=SECONDS_TO_END,
         logs_specs=DefaultLogsSpecs(log_dir=str(notes)),  # nothing is redirected: each rank arranges its own log
@@ -131,9 +134,9 @@ def _check_endpoint(host: str, port: str) -> None:
 
 
 def _meeting_failed(job: Job, error: RendezvousError) -> RankError:
-    where = f"the machines of job {job.name!r} cannot meet at {job.endpoint}"
+    where = f"the machines of job {job.flags.rdzv_id!r} cannot meet at {job.flags.rdzv_endpoint}"
     if isinstance(error, RendezvousTimeoutError):
-        return RankError(f"{where}: fewer than {job.nodes} came within {SECONDS_TO_JOIN} s")
+        return RankError(f"{where}: fewer than {job.flags.nnodes} came within {SECONDS_TO_JOIN} s")
     if isinstance(error, RendezvousClosedError):
         return RankError(f"{where}: the job has ended there; choose another --rdzv-id")
     if isinstance(error, RendezvousConnectionError):

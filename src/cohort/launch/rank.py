@@ -1,12 +1,13 @@
-"""``python -m cohort.launch.rank NOTES``: what a rank's process runs. It arranges the process, then runs ``cohort``.
+"""``python -m cohort.launch.rank NOTES LAUNCHER FOLDER MODULE [ARGUMENT ...]``: what a rank's process runs. It arranges
+the process, then runs the module, which is ``cohort``.
 
-Rank 0 has the console. The others print to ``logs/rank-N.log`` in the run folder. A rank that fails leaves when
-and why in the folder NOTES. A rank whose launcher dies is killed (on Linux).
+Rank 0 has the console. The others print to ``logs/rank-N.log`` in the run folder FOLDER. A rank that fails leaves when
+and why in torchrun's error file. A rank whose launcher, the process LAUNCHER, dies is killed (on Linux). In the folder
+NOTES, ranks leave what concerns all attempts: their process ids, and that the run was asked to stop.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import signal
@@ -17,7 +18,8 @@ import traceback
 from pathlib import Path
 
 from cohort.errors import STOPPED
-from cohort.launch.job import LOG_HEADER, End, Job, note_path, write_note
+from cohort.launch.ends import ERROR_FILE, LOG_HEADER, End
+from cohort.launch.job import Job
 from cohort.orphans import end_with
 from cohort.watchdog import save_signal_ignored
 
@@ -28,48 +30,40 @@ other ranks."""
 INTERRUPTED = 130
 
 
-def write_command(notes: Path, job: Job, cwd: str | None = None) -> None:
-    """Leave for the ranks what they are to run."""
-    command = {
-        "launcher": os.getpid(),
-        "folder": str(job.folder),
-        "module": job.module,
-        "arguments": job.arguments,
-        "cwd": cwd or str(Path.cwd()),
-    }
-    (notes / "command.json").write_text(json.dumps(command), encoding="utf-8")
+def command(job: Job, notes: str) -> list[str]:
+    """The arguments of Python for a rank of a job, whose launcher is this process."""
+    own = ["-u", "-m", "cohort.launch.rank", notes, str(os.getpid()), str(job.folder), job.module]
+    return [*own, *job.arguments]
 
 
 @save_signal_ignored()  # as soon as the launcher passes on signals
 def main() -> None:
     """Run this process's rank."""
     notes, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    command = json.loads((notes / "command.json").read_text(encoding="utf-8"))
-    end_with(command["launcher"])
-    os.chdir(command["cwd"])
-    log = Job(tuple(command["arguments"]), Path(command["folder"]), ranks=1).log(rank)
-    note_path(notes, rank).unlink(missing_ok=True)  # of an earlier attempt
+    launcher, folder, module, *arguments = sys.argv[2:]
+    end_with(int(launcher))
     if (notes / "stopped").exists():  # the run was asked to stop: it is not to be restarted
-        write_note(notes, End(rank, STOPPED, time.time()))
+        End(rank, STOPPED, time.time(), "").leave()
         sys.exit(STOPPED)
-    note_path(notes, rank).with_suffix(".pid").write_text(str(os.getpid()))
+    (notes / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    log = Job(tuple(arguments), Path(folder), ranks=1).log(rank)
     if rank:
         _print_to(log)
-    sys.argv = [command["module"], *command["arguments"]]
+    sys.argv = [module, *arguments]
     try:
-        runpy.run_module(command["module"], run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code == STOPPED:
             (notes / "stopped").touch()
         if code:
-            write_note(notes, End(rank, code, time.time()))
+            End(rank, code, time.time(), "").leave()
             if code != INTERRUPTED:  # the launcher interrupts all ranks itself
-                _wait_for_rank_0(notes)
+                _wait_for_rank_0()
             _end_soon()
         raise
     except BaseException as error:
-        write_note(notes, End(rank, 1, time.time(), "".join(traceback.format_exception_only(error)).strip()))
+        End(rank, 1, time.time(), "".join(traceback.format_exception_only(error)).strip()).leave()
         if not rank:
             _print_to(log)
         traceback.print_exc()
@@ -91,11 +85,11 @@ def _print_to(log: Path) -> None:
     print(f"{LOG_HEADER}{rank}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {here}")
 
 
-def _wait_for_rank_0(notes: Path) -> None:
+def _wait_for_rank_0() -> None:
     """Wait until rank 0 has failed too, for a while: the first rank that ends makes the launcher end the others, and
     rank 0 may still be reporting the same error."""
-    until = time.monotonic() + SECONDS_FOR_RANK_0
-    while not note_path(notes, 0).exists() and time.monotonic() < until:
+    own, until = Path(os.environ[ERROR_FILE]), time.monotonic() + SECONDS_FOR_RANK_0
+    while not (own.parents[1] / "0" / own.name).exists() and time.monotonic() < until:
         time.sleep(0.05)
 
 

@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from cohort.errors import STOPPED, ConfigError
-from cohort.launch.job import End, Job, read_end, report
-from cohort.launch.rank import write_command
+from cohort.launch.ends import ERROR_FILE, End, report
+from cohort.launch.job import Job
+from cohort.launch.rank import command
 
 SECONDS_TO_PLACE = 60
 """Time for the cluster to have room."""
 SECONDS_TO_END = 8
+POLL_SECONDS = 0.2
+"""How often the launcher looks whether a signal has come."""
 PASSED_ON = ("COHORT_", "HF_", "NCCL_", "GLOO_", "PYTHON", "TOKENIZERS_", "WANDB_")
 """Environment variables with these beginnings reach the ranks."""
 
@@ -47,38 +50,19 @@ class Seat:
     def run(self, job: Job, cwd: str, variables: dict[str, str]) -> End | None:
         """Run a rank; returns how it failed."""
         with tempfile.TemporaryDirectory(prefix="cohort-launch-") as folder:
-            notes = Path(folder)
-            write_command(notes, job, cwd)
-            command = [sys.executable, "-u", "-m", "cohort.launch.rank", folder]
-            self._process = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
-            code = self._process.wait()
-            return read_end(notes, int(variables["RANK"]), code, time.time()) if code else None
+            left = Path(folder, "rank", "error.json")
+            left.parent.mkdir()
+            run, own = [sys.executable, *command(job, folder)], variables | {ERROR_FILE: str(left)}
+            self._process = subprocess.Popen(run, cwd=cwd, env=os.environ | own, start_new_session=True)
+            if not (code := self._process.wait()):
+                return None
+            return End.left_in(left) or End(int(variables["RANK"]), code, time.time())
 
     def stop(self, number: int) -> None:
         """Send a signal to the rank's process; its children end with it."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
-
-
-class _Signalled(BaseException):
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-@contextlib.contextmanager
-def _raising_signals() -> Iterator[None]:
-    """The first signal that asks for a stop is an exception; another one ends the launcher."""
-    stopping = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def stop(number: int, _: Any) -> None:
-        for other in stopping:
-            signal.signal(other, signal.SIG_DFL)
-        raise _Signalled(number)
-
-    for number in stopping:
-        signal.signal(number, stop)
-    yield
 
 
 def start_in_ray(job: Job) -> int:
@@ -89,14 +73,31 @@ def start_in_ray(job: Job) -> int:
             seat.run.remote(job, str(Path.cwd()), own): (int(own["RANK"]), seat)
             for seat, own in zip(seats, variables, strict=True)
         }
-        try:
-            with _raising_signals():
-                ends = _wait(ray, running)
-        except _Signalled as stop:
-            ends = _stop(ray, running, stop.number, timeout=None)  # another signal ends the launcher, and so the ranks
+        asked, ends = _asked_to_stop(), list[End]()
+        while running and not ends and not asked:
+            ends += _ended(ray, running, POLL_SECONDS, count=1)
+        if asked:
+            ends += _stop(ray, running, asked[0], timeout=None)  # another signal ends the launcher, and so the ranks
             if not any(end.code == STOPPED for end in ends):
-                return 128 + stop.number  # rank 0 has reported it
+                return 128 + asked[0]  # rank 0 has reported it
+        elif ends:
+            ends += _ended(ray, running, 1)  # what the others say themselves
+            ends += _stop(ray, running, signal.SIGTERM, SECONDS_TO_END)
     return report(job, ends) if ends else 0
+
+
+def _asked_to_stop() -> list[int]:
+    """The list that the first signal which asks for a stop will be in; another one ends the launcher."""
+    stopping, asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), list[int]()
+
+    def stop(number: int, _: Any) -> None:
+        for other in stopping:
+            signal.signal(other, signal.SIG_DFL)
+        asked.append(number)
+
+    for number in stopping:
+        signal.signal(number, stop)
+    return asked
 
 
 @contextlib.contextmanager
@@ -174,35 +175,24 @@ def _variables(job: Job, addresses: list[tuple[str, str, int]]) -> list[dict[str
     return found
 
 
-def _wait(ray: Any, running: dict[Any, tuple[int, Any]]) -> list[End]:
-    """Wait for all ranks, or for the first that fails, and end the others then. Returns the failures in order."""
-    ends: list[End] = []
-    while running:
-        (done, *_), _ = ray.wait(list(running))
-        ends += _ended(ray, done, running)
-        if ends and running:
-            late, _ = ray.wait(list(running), num_returns=len(running), timeout=1)  # what they say themselves
-            for one in late:
-                ends += _ended(ray, one, running)
-            ends += _stop(ray, running, signal.SIGTERM)
-            break
+def _ended(ray: Any, running: dict[Any, tuple[int, Any]], timeout: float | None, count: int | None = None) -> list[End]:
+    """Wait for the end of some ranks that run, or of all, for a while. Returns the failures in order."""
+    ends = []
+    done, _ = ray.wait(list(running), num_returns=count or len(running), timeout=timeout) if running else ([], [])
+    for one in done:
+        rank, _ = running.pop(one)
+        try:
+            end = ray.get(one)
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[0]
+            end = End(rank, 1, time.time(), f"its place in the Ray cluster is gone: {reason}")
+        if end:
+            ends.append(end)
     return ends
 
 
-def _ended(ray: Any, done: Any, running: dict[Any, tuple[int, Any]]) -> list[End]:
-    rank, _ = running.pop(done)
-    try:
-        end = ray.get(done)
-    except ray.exceptions.RayError as error:
-        end = End(rank, 1, time.time(), f"its place in the Ray cluster is gone: {str(error).strip().splitlines()[0]}")
-    return [end] if end else []
-
-
-def _stop(
-    ray: Any, running: dict[Any, tuple[int, Any]], number: int, timeout: float | None = SECONDS_TO_END
-) -> list[End]:
+def _stop(ray: Any, running: dict[Any, tuple[int, Any]], number: int, timeout: float | None) -> list[End]:
     """Send a signal to the ranks that run, and wait for their end for a while. Returns the failures."""
     for _, seat in running.values():
         seat.stop.remote(number)
-    late, _ = ray.wait(list(running), num_returns=len(running), timeout=timeout) if running else ([], [])
-    return [end for one in late for end in _ended(ray, one, running)]
+    return _ended(ray, running, timeout)

@@ -51,9 +51,27 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
             rank that failed, whose number it names. With one rank, the exception itself.
         RankError: a rank has ended, does not answer, or is at another place, and this rank has not failed itself.
     """
+    return _agreed(world, function, function)
+
+
+def together(world: World, function: Callable[[], T]) -> T:
+    """Run a function on every rank, and return this rank's result once every rank has one. Raises as ``agreed``."""
+    results: list[T] = []
+    _agreed(world, lambda: results.append(function()), function)
+    return results[0]
+
+
+def on_main(world: World, function: Callable[[], T]) -> T:
+    """Run a function on rank 0, and return its result on every rank. Raises as ``agreed``."""
+    found: T = _agreed(world, function if world.is_main else lambda: None, function)[0]
+    return found
+
+
+def _agreed(world: World, function: Callable[[], Any], named: Callable[[], Any]) -> list[Any]:
+    """As ``agreed``. The name of another function says at which place the ranks are."""
     if world.size == 1:
         return [function()]
-    place = getattr(function, "__qualname__", type(function).__qualname__)
+    place = getattr(named, "__qualname__", type(named).__qualname__)
     cause: BaseException | None = None
     try:
         outcome = pickled((place, function()))
@@ -71,40 +89,11 @@ def agreed(world: World, function: Callable[[], T]) -> list[T]:
         raise
     if len(places := {place for place, _ in outcomes}) > 1:
         raise RankError(f"the ranks are at different places: {', '.join(sorted(places))}")
-    results: list[Any] = [outcome for _, outcome in outcomes]
+    results = [outcome for _, outcome in outcomes]
     failure = next((result for result in results if isinstance(result, Failure)), None)
     if failure is not None:
         raise failure.error(world.size) from (cause if failure.rank == world.rank else None)
     return results
-
-
-def together(world: World, function: Callable[[], T]) -> T:
-    """Run a function on every rank, and return this rank's result once every rank has one. Raises as ``agreed``."""
-    if world.size == 1:
-        return function()
-    results: list[T] = []
-
-    def run() -> None:
-        results.append(function())
-
-    run.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
-    agreed(world, run)
-    return results[0]
-
-
-def on_main(world: World, function: Callable[[], T]) -> T:
-    """Run a function on rank 0, and return its result on every rank. Raises as ``agreed``."""
-    results: list[Any] = agreed(world, function if world.is_main else _nothing_like(function))
-    found: T = results[0]
-    return found
-
-
-def _nothing_like(function: Callable[[], T]) -> Callable[[], Any]:
-    def nothing() -> None:
-        return None
-
-    nothing.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
-    return nothing
 
 
 def _can_travel(kind: type[BaseException]) -> bool:

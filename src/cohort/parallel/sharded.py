@@ -38,15 +38,11 @@ class Shard:
     @classmethod
     def of(cls, whole: nn.Parameter, world: World, mesh: Any, name: str) -> Shard:
         """Cut a weight's rows."""
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as Rows
-
         if not whole.ndim:
             raise ModelError(f"parallel.layout 'optimizer' divides rows, and {name} is a number: set 'replicate'")
         rows = -(-len(whole) // world.size)
         local = whole.detach()[world.rank * rows : (world.rank + 1) * rows]
-        part = DTensor.from_local(local, mesh, [Rows(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-        return cls(whole, nn.Parameter(part), rows)
+        return cls(whole, nn.Parameter(_divided(local, mesh, whole)), rows)
 
     @property
     def local(self) -> Tensor:
@@ -89,8 +85,7 @@ class Sharded(Layout):
             return
         known = torch.tensor([shard.whole.grad is not None for shard in self._shards], dtype=torch.int32)
         counts = self.world.sum_(known).tolist()
-        some = {shard.whole: shard for shard, count in zip(self._shards, counts, strict=True) if count}
-        each = [[some[weight] for weight in bucket] for bucket in buckets(list(some))]
+        each = _in_buckets([shard for shard, count in zip(self._shards, counts, strict=True) if count])
 
         def rows(shard: Shard) -> Tensor:
             grad, shard.whole.grad = shard.whole.grad, None  # freed as soon as the bucket holds a copy
@@ -100,7 +95,7 @@ class Sharded(Layout):
         for shards, own in zip(each, sums, strict=True):
             for shard, piece in zip(shards, own[0].split([shard.width for shard in shards]), strict=True):
                 local = piece.view(shard.rows, *shard.whole.shape[1:])[: len(shard.local)]
-                shard.part.grad = _like(shard.part, local)
+                shard.part.grad = _divided(local, shard.part.device_mesh, shard.whole)  # type: ignore[attr-defined]
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """See ``Layout``. Some gradients may be in main memory and others on a GPU; the norm is where the first is."""
@@ -116,8 +111,7 @@ class Sharded(Layout):
     @torch.no_grad()
     def stepped(self) -> None:
         """See ``Layout``. Every rank gets the rows that the others have stepped."""
-        by_weight = {shard.whole: shard for shard in self._shards}
-        each = [[by_weight[weight] for weight in bucket] for bucket in buckets(list(by_weight))]
+        each = _in_buckets(self._shards)
         flats = (torch.cat([shard.padded(shard.local, 1) for shard in shards], dim=1) for shards in each)
         for shards, everyone in zip(each, self.world.joins(flats), strict=True):
             for shard, pieces in zip(shards, everyone.split([shard.width for shard in shards], dim=1), strict=True):
@@ -140,11 +134,15 @@ def rank_mesh(world: World, model: nn.Module) -> Any:
     return init_device_mesh(device, (world.size,))
 
 
-def _like(part: Any, local: Tensor) -> Tensor:
-    """A DTensor with other numbers."""
-    from torch.distributed.tensor import DTensor
+def _in_buckets(shards: Sequence[Shard]) -> list[list[Shard]]:
+    by_weight = {shard.whole: shard for shard in shards}
+    return [[by_weight[weight] for weight in bucket] for bucket in buckets(list(by_weight))]
 
-    made: Tensor = DTensor.from_local(
-        local, part.device_mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride()
-    )
+
+def _divided(local: Tensor, mesh: Any, whole: Tensor) -> Tensor:
+    """A tensor of the shape of ``whole``, of which each rank has its own rows."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Shard as Rows
+
+    made: Tensor = DTensor.from_local(local, mesh, [Rows(0)], run_check=False, shape=whole.shape, stride=whole.stride())
     return made

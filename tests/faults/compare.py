@@ -1,13 +1,19 @@
 """Where two runs part: the first step and the first quantity in which their folders differ, bit by bit.
 
+    python -m tests.faults.compare RUN_A RUN_B
+
+The exit code is 0 if all that both runs have is equal, even if one is longer, and 1 if not.
+
 The quantities of a step are compared in the order in which they are computed: what was sampled, its rewards, the
 updates, the evaluation, the weights and states after it. Times are left out.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,8 @@ OF_THE_CLOCK = ("time", "seconds", "tokens_per_second", "memory/", "parallel/", 
 """How the names of metrics begin that differ between two runs of the same computation: their times and loads."""
 OF_THE_PLACE = ("output_dir",)
 """Names in the settings and in the summary that say where a run is."""
+SHOWN = 12
+"""Differences of the first step that are printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +297,29 @@ def _first_number(a: Tensor, b: Tensor) -> str:
     place = int(places[0])
     pair = [one.reshape(-1)[place].item() for one in (a, b)]
     return f"{pair[0]!r} and {pair[1]!r} at {place}, {len(places):,} of {a.numel():,} numbers"
+
+
+def main(run_a: str, run_b: str) -> int:
+    """Print where two runs part; returns the exit code."""
+    a, b = read_whole(run_a), read_whole(run_b)
+    for title, changed in (("settings", changed_settings(a, b)), ("data and versions", changed_facts(a, b))):
+        if changed:
+            print(f"{title} that differ:", *(f"  {key}: {values}" for key, values in changed), sep="\n")
+    found = differences(a, b)
+    first = next(found, None)
+    if first is None:
+        print(f"no difference in what both runs have, up to step {last_step(a, b)}")
+    else:
+        print(f"the runs part in step {first.step}, {first.quantity}: {first.detail}")
+        later = [one for one in islice(found, SHOWN) if one.step == first.step]
+        if later:
+            print(f"then in step {first.step}:", *(f"  {one.quantity}: {one.detail}" for one in later), sep="\n")
+    for name, missing in (("A", only_in(a, b)), ("B", only_in(b, a))):
+        if missing:
+            more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+            print(f"only {name} has {', '.join(missing[:4])}{more}")
+    return 1 if first else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""``cohort diff``: the first step and quantity in which two runs part."""
+"""``tests.faults.compare``: the first step and quantity in which two runs part."""
 
 import json
 import shutil
@@ -8,9 +8,8 @@ import pyarrow.parquet
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cohort.cli import main
 from cohort.errors import RunFolderError
-from cohort.report.compare import changed_facts, changed_settings, differences, only_in, read_whole
+from tests.faults.compare import changed_facts, changed_settings, differences, main, only_in, read_whole
 from tests.train.harness import ROWS, make_trainer
 
 
@@ -122,13 +121,13 @@ def test_nan_equals_nan_and_zero_differs_from_minus_zero(pair):
 
 def test_the_command(pair, capsys):
     a, b = (str(run.path) for run in pair)
-    assert main(["diff", a, b]) == 0
+    assert main(a, b) == 0
     assert capsys.readouterr().out == "no difference in what both runs have, up to step 2\n"
     shutil.rmtree(pair[1].path / "checkpoints" / "step-2")
     config = pair[1].path / "config.toml"
     config.write_text(config.read_text().replace("seed = 0", "seed = 1").replace("[reward]", "[reward]\ntimeout = 9"))
     change_metrics(pair[1], 1, **{"reward/mean": 0.25, "grad_norm": 7.0})
-    assert main(["diff", a, b]) == 1
+    assert main(a, b) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("settings that differ:\n  ")
     assert "  reward.timeout: absent and 9\n" in shown
@@ -146,10 +145,10 @@ def test_runs_of_different_length(pair, capsys):
     (b / "metrics.jsonl").write_text("".join((b / "metrics.jsonl").read_text().splitlines(keepends=True)[:-1]))
     for name in ("summary.json", "best/best.json"):
         (b / name).write_text(json.dumps(json.loads((b / name).read_text()) | {"steps": 1, "step": 1}))
-    assert main(["diff", str(pair[0].path), str(b)]) == 0
+    assert main(str(pair[0].path), str(b)) == 0
     assert capsys.readouterr().out == "no difference in what both runs have, up to step 1\nonly A has step 2\n"
     change_metrics(pair[1], 1, grad_norm=7.0)
-    assert main(["diff", str(b), str(pair[0].path)]) == 1
+    assert main(str(b), str(pair[0].path)) == 1
     assert capsys.readouterr().out.endswith("only B has step 2\n")
 
 
