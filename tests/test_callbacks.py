@@ -292,7 +292,7 @@ def test_what_nobody_asks_for_is_not_made(trainer, monkeypatch):
 
 
 def test_an_error_in_the_diagnosis_does_not_end_the_run(trainer, monkeypatch, caplog):
-    monkeypatch.setattr("cohort.report.diagnosis.diagnosis.CHECKS", [SimpleNamespace(name="broken")])
+    monkeypatch.setattr("cohort.report.diagnosis.CHECKS", [SimpleNamespace(name="broken")])
     recorder = Recorder()
     callbacks = Callbacks(trainer, [recorder])
     callbacks.start(4, {})

@@ -16,8 +16,7 @@ import pytest
 
 from cohort.errors import RunFolderError
 from cohort.lock import Lock
-from cohort.report.diagnosis import Finding, Level
-from cohort.report.diagnosis.diagnosis import CHECKS
+from cohort.report.diagnosis import CHECKS, Finding, Level
 from cohort.report.page import sections, write_report
 from cohort.report.page.blocks import clipped, pack
 from cohort.report.page.charts import charts_of, run_curves

@@ -212,8 +212,7 @@ def track(
         project: Its project or experiment. [default: report.tracker_project, the tracker's own variable, or cohort]
     """
     from cohort.errors import CohortError, TrackerError
-    from cohort.report.trackers import KINDS, send_run
-    from cohort.report.trackers.send import error_text
+    from cohort.report.trackers import KINDS, error_text, send_run
     from cohort.report.words import one_line
 
     def say(text: str) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from cohort.report.diagnosis import Diagnosis, Finding
-from cohort.report.diagnosis.case import number as number_of
+from cohort.report.diagnosis import number as number_of
 from cohort.report.series import parts_of, reward_functions
 from cohort.report.words import PHASES, clean, number, share
 from cohort.runs.reader import MAX_STEP, Row, Run, flat

@@ -5,8 +5,7 @@ from random import Random
 
 import pytest
 
-from cohort.report.diagnosis import NAMES, Diagnosis, Finding, Level, health_line, not_run, why_no_gradient
-from cohort.report.diagnosis.diagnosis import CHECKS
+from cohort.report.diagnosis import CHECKS, NAMES, Diagnosis, Finding, Level, health_line, not_run, why_no_gradient
 from tests.conftest import each
 
 STEP = {"updates": 1, "updates_skipped": 0, "groups/sampled": 32, "groups/dead_share": 0.2}

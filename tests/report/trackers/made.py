@@ -5,6 +5,8 @@ import json
 import pyarrow
 import pyarrow.parquet
 
+from cohort.report.trackers import Tracker
+
 SETTINGS = """
 [model]
 path = "m"
@@ -49,30 +51,27 @@ def made_run(run, steps=12):
     return run
 
 
-class Stub:
+class Stub(Tracker):
     """A tracker that keeps what it is sent, in lists that outlive it."""
 
+    title, package = "TensorBoard", "tensorboard"
     sent, opened = [], []
-    step, settings_once = None, True
 
-    def __init__(self, opening):
-        self.opened.append(opening)
-        self.id, self.tracker, self.finished = opening.id or "stub-1", self, False
+    def __init__(self, run, state, settings):
+        self.opened.append(state)
+        self.id = state.id or "stub-1"
 
-    def name_of(self, key):
-        return key
+    def configure(self, settings):
+        self.sent.append(("settings", settings))
 
-    def configure(self, values):
-        self.sent.append(("settings", values))
-
-    def log(self, values, step):
+    def numbers(self, values, step):
         self.sent.append((step, values))
 
     def table(self, name, columns, rows, step):
         self.sent.append((name, step, columns, rows))
 
-    def say(self, finding, live):
-        self.sent.append((finding.check, str(finding.level), live))
+    def text(self, name, text, step):
+        self.sent.append((name, step, text))
 
-    def finish(self):
-        self.sent.append("finished")
+    def close(self):
+        self.sent.append("closed")
