@@ -152,3 +152,18 @@ def completions(
         "entropy": [[0.1 * (at % 5) for at in range(length)] for length in lengths],
         "no_gradient": causes,
     } | columns
+
+
+def seeds(folder: Path) -> list[Path]:
+    """Two settings with three seeds each; the second has less reward."""
+    found = []
+    for rate, less in (("1e-05", 0.0), ("2e-06", 0.1)):
+        for seed in range(3):
+            change = 0.01 * seed * (1 + less) - less
+            names = [f"{name}{end}" for name in ("reward", "eval/reward") for end in ("/mean", "/low", "/high")]
+            lines = [
+                one | {key: one[key] + change for key in names if key in one} for one in map(metrics, range(1, 41))
+            ]
+            config = f"[optim]\nlearning_rate = {rate}\n[run]\nseed = {seed}\n"
+            found.append(make_run(folder / f"{rate}-{seed}", lines=lines, stored={}, config=config, tokenizer=False))
+    return found

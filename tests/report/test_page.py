@@ -18,13 +18,12 @@ from cohort.errors import RunFolderError
 from cohort.lock import Lock
 from cohort.report.diagnosis import CHECKS, Finding, Level
 from cohort.report.page import sections, write_report
-from cohort.report.page.blocks import clipped, pack
-from cohort.report.page.charts import charts_of, run_curves
-from cohort.report.page.microscope import choose_completions, choose_steps, rank_groups, read_vocabulary
-from cohort.report.page.sections import evaluations, run_state, settings_table, timing
-from cohort.report.page.write import CONTROL, script_json
+from cohort.report.page.charts import charts_of
+from cohort.report.page.microscope import choose_completions, choose_groups, choose_steps, pack, read_vocabulary
+from cohort.report.page.page import CONTROL, script_json
+from cohort.report.page.sections import run_state, settings_table, timing
 from cohort.runs.reader import Run
-from tests.report.made_runs import WORDS, completions, make_run, metrics
+from tests.report.made_runs import WORDS, completions, make_run, metrics, seeds
 
 HOSTILE = "<script>alert(1)</script></script><!--\u2028\u202e\x1b[31m\x00\u0645\u0631\u062d\u0628\u0627 \ud800&amp;\"'{{ 7*7 }}"
 
@@ -136,36 +135,26 @@ def test_a_policy_names_the_scripts_and_forbids_the_network(tmp_path: Path) -> N
     assert not re.search(r"(src|href)=\"(?!#)", html), "the page names no other file"
 
 
-@pytest.mark.parametrize(
-    ("state", "summary", "lock"),
-    [("complete", {"steps": 3}, False), ("stopped", None, False), ("killed", None, True)],
-)
-def test_state_of_a_run(tmp_path: Path, state: str, summary: Any, lock: bool) -> None:
-    folder = make_run(tmp_path / "run", steps=3, summary=summary)
-    if lock:
-        (folder / "run.lock").write_text("{}")
-    assert run_state(Run.read(folder))[0] == state
-    assert (f"cohort resume {folder} continues it" in run_state(Run.read(folder))[1]) == (state != "complete")
-
-
-def test_a_lock_that_cannot_be_read_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(_: Lock) -> bool:
-        raise PermissionError
-
-    history = Run.read(make_run(tmp_path / "run", steps=3))
-    monkeypatch.setattr(Lock, "check", check)
-    state, words = run_state(history)
-    assert (state, "whether a process still trains it is unknown" in words) == ("unknown", True)
-    monkeypatch.setattr(Lock, "check", lambda _: False)  # a file system without locks
-    assert run_state(history)[0] == "unknown"
-
-
-def test_a_locked_run_is_in_progress(tmp_path: Path) -> None:
+def test_state_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fcntl = pytest.importorskip("fcntl")
+    assert run_state(Run.read(make_run(tmp_path / "ended", steps=3, summary={})))[0] == "complete"
     folder = make_run(tmp_path / "run", steps=3)
+    run = Run.read(folder)
+    again = f"cohort resume {folder} continues it"
+    assert run_state(run) == ("stopped", f"stopped after step 3, before its end; {again}")
     with (folder / "run.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert run_state(Run.read(folder)) == ("running", "in progress, after step 3")
+        assert run_state(run) == ("running", "in progress, after step 3")
+    (folder / "run.lock").write_text("{}")
+    assert run_state(run) == ("killed", f"killed after step 3; {again}")
+
+    def refused(_: Lock) -> bool:
+        raise PermissionError
+
+    for check in (refused, lambda _: False):  # the latter: a file system without locks
+        monkeypatch.setattr(Lock, "check", check)
+        state, words = run_state(run)
+        assert (state, "whether a process still trains it is unknown" in words) == ("unknown", True)
 
 
 def test_a_huge_folder_makes_no_huge_page(tmp_path: Path) -> None:
@@ -197,15 +186,10 @@ def test_sizes_stay_in_the_folder_and_end(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:
-    rows = {row["key"]: row for row in settings_table(Run.read(make_run(tmp_path / "run")))}
-    assert rows["rollout.temperature"] == {
-        "key": "rollout.temperature",
-        "value": "0.7",
-        "default": "1.0",
-        "differs": True,
-    }
-    assert rows["model.path"]["differs"]
-    assert not rows["run.output_dir"]["differs"]
+    rows = {name: rest for name, *rest in settings_table(Run.read(make_run(tmp_path / "run")))}
+    assert rows["rollout.temperature"] == ["0.7", "1.0"]
+    assert rows["model.path"] == ["tiny", '""']
+    assert rows["run.output_dir"] == ["somewhere", ""]
 
 
 def test_a_folder_that_holds_almost_nothing_says_what_is_missing(tmp_path: Path) -> None:
@@ -223,12 +207,7 @@ def test_a_folder_that_holds_almost_nothing_says_what_is_missing(tmp_path: Path)
 
 
 def test_an_older_table_without_columns_of_tokens_is_shown(tmp_path: Path) -> None:
-    old = {
-        "group": [0, 0],
-        "completion": ["a", "b"],
-        "token_ids": [[2, 3], [4]],
-        "reward": [1.0, None],
-    }
+    old = {"group": [0, 0], "completion": ["a", "b"], "token_ids": [[2, 3], [4]], "reward": [1.0, None]}
     ((header, arrays),) = blocks_of(page_of(make_run(tmp_path / "run", stored={4: old}, tokenizer=False)))
     assert [one["text"] for one in header["completions"]] == ["a", "b"]
     assert [one["advantage"] for one in header["completions"]] == [None, None]
@@ -246,7 +225,7 @@ def test_a_completion_of_100_000_tokens_keeps_its_ends(tmp_path: Path) -> None:
     assert (completion["tokens"], completion["gap"]) == (count, [16_000, 80_000])
     assert len(arrays["ids"]) == len(arrays["ratio"]) == 20_000
     assert arrays["ids"][-1] == 0
-    assert "300,000 characters left out" in completion["text"]
+    assert completion["text"][99_990:].startswith("x" * 10 + "\n[300,000 characters left out of this page]\nx")
     assert (folder / "report.html").stat().st_size < 2_000_000
 
 
@@ -265,7 +244,8 @@ def test_tokens_given_to_the_policy_have_no_numbers(tmp_path: Path) -> None:
     (completion,) = header["completions"]
     assert arrays["drawn"].tolist() == [1, 0, 0, 1, 1]
     assert len(arrays["ratio"]) == 3
-    assert completion["turns"] == [1, 2]
+    answer, drawn = "answer, not drawn by the policy", "drawn by the policy"
+    assert completion["turns"] == [[0, f"turn 1, {drawn}"], [1, answer], [3, f"turn 2, {drawn}"]]
     assert completion["messages"][0]["calls"] == ['{"name": "f"}']
 
 
@@ -303,19 +283,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "does not exist" in capsys.readouterr().err
 
 
-def test_pieces_of_a_byte_level_vocabulary() -> None:
-    tokenizer = {
-        "added_tokens": [{"id": 0, "content": "<|end|>", "special": True}],
-        "decoder": {"type": "ByteLevel"},
-        "model": {"vocab": {word: number for number, word in enumerate(WORDS)}},
-    }
+def test_pieces_of_a_vocabulary() -> None:
+    added, vocab = [{"id": 0, "content": "<|end|>", "special": True}], {word: n for n, word in enumerate(WORDS)}
+    tokenizer = {"added_tokens": added, "decoder": {"type": "ByteLevel"}, "model": {"vocab": vocab}}
     pieces = read_vocabulary(tokenizer).of([0, 2, 7, 8, 9, 10, 99])
     assert pieces["pieces"][:3] == ["<|end|>", " the", "\n"]
     assert bytes(byte for piece in pieces["pieces"][3:] for byte in piece).decode() == "😀"
     assert (pieces["ids"], pieces["special"]) == ([0, 2, 7, 8, 9, 10], [0])
-
-
-def test_pieces_of_a_sentencepiece_vocabulary() -> None:
     decoder = {"type": "Sequence", "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}]}
     vocabulary = read_vocabulary({"decoder": decoder, "model": {"vocab": [["▁a", 0.0], ["<0xE2>", 0.0], ["b", -1.0]]}})
     assert vocabulary.of([0, 1, 2])["pieces"] == [" a", [0xE2], "b"]
@@ -323,24 +297,29 @@ def test_pieces_of_a_sentencepiece_vocabulary() -> None:
 
 def test_steps_are_chosen_for_reasons(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=200, stored={})
-    history = Run.read(folder)
     for step in range(2, 201, 2):
         (folder / "rollouts" / f"step-{step}.parquet").touch()
-    chosen = {one.number: one.why for one in choose_steps(history, {50: "finding: entropy"}, limit=20)}
+    chosen = choose_steps(Run.read(folder), {50: "finding: entropy", 51: "not stored"}, limit=20)
     assert list(chosen.items())[:3] == [(200, "last"), (2, "first"), (50, "finding: entropy")]
-    assert "highest reward" in chosen.values() or chosen[200] == "last"
     assert len(chosen) == 20
-    assert list(chosen.values()).count("evenly spaced") >= 14
+    words = list(chosen.values())
+    assert words[3:5] == ["highest reward", "lowest reward"]
+    assert words.count("evenly spaced") >= 14
+    few = choose_steps(Run.read(folder), {}, limit=200)
+    assert list(few.values()).count("in order") == 100 - 5
 
 
-def test_groups_are_ranked_for_reasons() -> None:
-    ranked = rank_groups([1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 0, 0, 0, 1, None, None], [False] * 7 + [True])
-    assert [(one.number, one.why) for one in ranked] == [
+def test_groups_are_chosen_for_reasons() -> None:
+    rewards, groups = [1, 1, 0, 0, 0, 1, None, None], [1, 1, 2, 2, 3, 3, 4, 4]
+    rows = [{"group": g, "reward": r, "finish_reason": "eos"} for g, r in zip(groups, rewards, strict=True)]
+    rows[-1]["finish_reason"] = "length"
+    assert list(choose_groups(rows).items()) == [
         (3, "rewards differ most"),
         (1, "highest reward"),
         (2, "lowest reward"),
         (4, "most truncated"),
     ]
+    assert choose_groups(rows[:2]) == {1: "the only group"}
 
 
 def test_completions_of_a_large_group() -> None:
@@ -350,10 +329,11 @@ def test_completions_of_a_large_group() -> None:
 
 def test_a_long_run_is_shown_as_means_of_steps(tmp_path: Path) -> None:
     lines = [{"step": step, "reward/mean": float(step)} for step in range(1, 9001)]
-    curves = run_curves(Run.read(make_run(tmp_path / "run", lines=lines, stored={})))
+    curves = data_of(page_of(make_run(tmp_path / "run", lines=lines, stored={})))["run"]
     assert curves["stride"] == 3
     assert curves["values"]["reward/mean"][:2] == [2, 5]
     assert curves["x"]["step"][:2] == [3, 6]
+    assert [width for width, _ in curves["windows"]] == [5, 11, 25, 51, 101, 301]
 
 
 def test_charts_have_only_what_the_run_has() -> None:
@@ -396,22 +376,11 @@ def test_findings_are_marked_on_the_curves_that_they_are_about(tmp_path: Path) -
         ["reward/mean", "eval/x/reward/mean"],
     ]
     assert [(one["step"], one["level"]) for one in marked[:2]] == [(2, "alarm"), (2, "note")]
-    assert [one["worst"] for one in sections.listed(found)][:2] == ["Worst, alarm at step 3: it was bad", ""]
-
-
-def seeds(folder: Path) -> list[Path]:
-    """Two settings with three seeds each; the second has less reward."""
-    found = []
-    for rate, less in (("1e-05", 0.0), ("2e-06", 0.1)):
-        for seed in range(3):
-            change = 0.01 * seed * (1 + less) - less
-            names = [f"{name}{end}" for name in ("reward", "eval/reward") for end in ("/mean", "/low", "/high")]
-            lines = [
-                one | {key: one[key] + change for key in names if key in one} for one in map(metrics, range(1, 41))
-            ]
-            config = f"[optim]\nlearning_rate = {rate}\n[run]\nseed = {seed}\n"
-            found.append(make_run(folder / f"{rate}-{seed}", lines=lines, stored={}, config=config, tokenizer=False))
-    return found
+    listed = sections.listed(history, found)
+    assert [one["worst"] for one in listed["findings"]][:2] == ["Worst, alarm at step 3: it was bad", ""]
+    assert listed["timeline"]["kl fast"] == [
+        {"x": "100.000%", "width": "0.600%", "level": "alarm", "when": "since step 2"}
+    ]
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
@@ -459,9 +428,5 @@ def test_replays_are_tables_and_damaged_ones_are_named(tmp_path: Path) -> None:
 def test_evaluations_of_the_summary(tmp_path: Path) -> None:
     summary = {"accuracy_before": 0.25, "accuracy_before_interval": [0.2, 0.3], "accuracy_after": 0.5, "x_before": "?"}
     history = Run.read(make_run(tmp_path / "run", stored={}, summary=summary | {"before": {"a": {"b": 1}}}))
-    rows = evaluations(history)["summary"]
+    rows = sections.before_and_after(history)
     assert rows == [("accuracy", "0.25 (0.2 to 0.3)", "0.5"), ("a, b", "1", "\N{EN DASH}")]
-
-
-def test_words() -> None:
-    assert clipped("abcdef", 4) == "ab\n[2 characters left out of this page]\nef"

@@ -17,8 +17,7 @@ import pytest
 
 from cohort.report.page import write_report
 from cohort.report.series import loess
-from tests.report.made_runs import completions, make_run
-from tests.report.test_page import seeds
+from tests.report.made_runs import completions, make_run, seeds
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -50,7 +49,7 @@ def browser() -> Iterator[Any]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["<script>document.title = 'owned'</script>", "مرحبا \u202e bidi \x1b[31m", " xyz 😀", " is"]
     stored = {1: completions(), 20: completions(texts=texts), 40: completions()}
-    folder = make_run(tmp_path_factory.mktemp("page") / "run <b>1", stored=stored, summary={"steps": 40})
+    folder = make_run(tmp_path_factory.mktemp("page") / "run <b>1", stored=stored)  # its state is a long text
     return write_report([folder])
 
 
@@ -117,12 +116,16 @@ def test_curves_are_drawn(page: Any) -> None:
 def test_the_fit_is_that_of_python(opened: Any) -> None:
     values = [math.sin(at / 3) + 0.3 * math.cos(7 * at) for at in range(24)]
     drawn = [*values[:5], None, *values[5:]]
-    for width in (7, 99):
+    windows = dict(js(opened, "DATA.run.windows"))
+    assert list(windows) == [5, 11, 25]  # of 40 steps, for which 5 is a tenth
+    for width in (5, 11):
         fit, half = loess(np.array(values), width)
-        found = js(opened, f"runningFit({json.dumps(drawn)}, {width})")
-        assert found["mean"].pop(5) is found["low"].pop(5) is None
+        found = js(opened, f"localFit({json.dumps(drawn)}, {width}, {windows[width]})")
+        assert found["mean"].pop(5) is found["low"].pop(5) is found["high"].pop(5) is None
         assert found["mean"] == pytest.approx(fit.tolist(), abs=1e-9)
-        assert found["low"] == pytest.approx((fit - half).tolist(), abs=2e-3)  # the quantile of t is approximate
+        assert found["low"] == pytest.approx((fit - half).tolist(), abs=1e-9)
+        assert found["high"] == pytest.approx((fit + half).tolist(), abs=1e-9)
+    assert js(opened, f"localFit({json.dumps(drawn)}, 25, {windows[25]})") is None, "24 points have no fit over 25"
 
 
 def test_zeros_of_a_logarithmic_chart_are_counted(opened: Any) -> None:
@@ -159,25 +162,16 @@ def test_numbers_and_causes_under_the_pointer(page: Any) -> None:
     wait(lambda: js(page, "byId('pointer').hidden"))
 
 
-def test_filters_and_search(page: Any) -> None:
+def test_filters(page: Any) -> None:
     def found(**fields: str) -> list[str]:
         js(page, "byId('clear').click()")
         for name, value in fields.items():
-            js(
-                page,
-                "(byId(arguments[0]).value = arguments[1], byId(arguments[0]).dispatchEvent(new Event('input')))",
-                name.replace("_", "-"),
-                value,
-            )
-        wait(lambda: js(page, "!byId('matches').hidden"))
-        time.sleep(0.25)  # the page waits for the end of typing
-        return [
-            text.split(":")[0]
-            for text in js(page, "[...document.querySelectorAll('#matches button')].map(n => n.textContent)")
-        ]
+            script = "(byId(arguments[0]).value = arguments[1], byId(arguments[0]).dispatchEvent(new Event('input')))"
+            js(page, script, name.replace("_", "-"), value)
+        texts = js(page, "[...document.querySelectorAll('#matches button')].map(n => n.textContent)")
+        return [text.split(":")[0] for text in texts]
 
     js(page, "byId('filters').open = true")
-    assert found(search="SCRIPT>") == ["step 20, group 7, #1"]
     assert found(finish="length", reward_high="0") == [f"step {step}, group 7, #4" for step in (1, 20, 40)]
     assert found(clipped="yes", length_low="7") == [f"step {step}, group 7, #1" for step in (1, 20, 40)]
     assert js(page, "byId('count').textContent") == "3 of 12 completions"
@@ -185,6 +179,8 @@ def test_filters_and_search(page: Any) -> None:
     js(page, "document.querySelector('#matches button').click()")
     wait(lambda: js(page, "byId('step').value") == "1")
     wait(lambda: js(page, "document.querySelector('.card').classList.contains('chosen')"))
+    assert found() == []
+    assert js(page, "byId('matches').hidden")
 
 
 def test_hostile_text_stays_text(page: Any) -> None:
@@ -193,10 +189,8 @@ def test_hostile_text_stays_text(page: Any) -> None:
     press(page, "j")
     assert js(page, "document.querySelectorAll('.card script, .card b b').length") == 0
     assert js(page, "document.title").startswith("run")
-    js(page, "byId('filters').open = true")
-    js(page, "(byId('search').value = 'bidi', byId('search').dispatchEvent(new Event('input')))")
-    wait(lambda: js(page, "document.querySelectorAll('#matches button').length") == 1)
-    assert js(page, "[...document.querySelectorAll('#matches .control')].map(n => n.textContent)") == ["U+202E", "␛"]
+    js(page, "document.querySelector('.cards').replaceChildren(...visible('a \u202e \u001b[31m'))")
+    assert js(page, "[...document.querySelectorAll('.cards .control')].map(n => n.textContent)") == ["U+202E", "␛"]
 
 
 def test_keys(page: Any) -> None:
@@ -247,11 +241,11 @@ def test_print_shows_all_charts_in_light_colours(page: Any) -> None:
 
 def test_the_page_fits_a_phone(opened: Any) -> None:
     opened.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     )
     try:
-        wait(lambda: js(opened, "innerWidth") == 400)
-        assert js(opened, "document.documentElement.scrollWidth") <= 400
+        wait(lambda: js(opened, "innerWidth") == 390)
+        assert js(opened, "document.documentElement.scrollWidth") <= 390
     finally:
         opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -282,12 +276,13 @@ def test_a_run_without_steps_and_a_long_completion(browser: Any, tmp_path: Path)
     js(browser, "(() => { const box = document.querySelector('.card .tokens'); box.scrollTop = box.scrollHeight; })()")
     wait(lambda: js(browser, "document.querySelectorAll('.t').length") == 8000)
     assert js(browser, "document.querySelector('.card header').textContent").startswith("#1reward 1")
-    turns = "(({ header, completion }) => [...turnStarts(header, completion)])(document.querySelector('.card .tokens'))"
     answer, drawn = "answer, not drawn by the policy", "drawn by the policy"
-    assert js(browser, turns) == [
+    assert js(browser, "document.querySelector('.card .tokens').completion.turns") == [
         *([0, f"turn 1, {drawn}"], [10_000, answer], [10_010, f"turn 2, {drawn}"]),
         [16_000, f"turn 3, {drawn}, goes on"],  # token 26,000: the first after the gap
     ]
+    shown = js(browser, "[...document.querySelectorAll('.turn')].map(n => n.textContent)")
+    assert shown == [f"turn 1, {drawn}"], "the others are further down"
     js(browser, "(byId('quantity').value = 'entropy', byId('quantity').dispatchEvent(new Event('change')))")
     wait(lambda: js(browser, "document.querySelectorAll('.card .p6').length") > 0)  # without numbers of the sampler
     assert browser.get_log("browser") == []

@@ -9,8 +9,7 @@ import pytest
 from cohort.cli import main
 from cohort.errors import ConfigError
 from cohort.report.plot import Look, describe, figure, save
-from cohort.report.series import curve, loess, words_for
-from tests.conftest import each
+from cohort.report.series import curve, loess
 from tests.report.made import history, rewards
 
 
@@ -39,7 +38,7 @@ def test_smoothing_has_the_logged_values_behind():
     run = made(count=40)
     axes = figure([run], ["entropy"], Look(window=5)).axes[0]
     lines, behind = drawn(axes)
-    values = run.series("entropy")[1]
+    values = run.column("entropy").tolist()
     assert behind == [(list(range(1, 41)), values)]
     fit, half = loess(np.array(values), 5)
     assert lines[0][2] == pytest.approx(fit.tolist())
@@ -145,17 +144,3 @@ def test_the_note_says_what_is_drawn():
     assert describe([fit, raw]) == (
         "Lines: local linear fits (LOESS) over 5 points; behind them: logged values. Bands: 95% band of the fit."
     )
-
-
-@each(
-    ("key", "words"),
-    [
-        ("eval/rewards/math/mean", "evaluation reward of math"),
-        ("eval/aime/pass@8/mean", "evaluation pass@8 on aime"),
-        ("rewards/math", "training reward of math"),
-        ("custom/my_number", "my number"),
-        ("kl/k3", "KL to the reference, k3 (nats per token)"),
-    ],
-)
-def test_words(key, words):
-    assert words_for(key) == words

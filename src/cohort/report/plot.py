@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from cohort.errors import ConfigError
-from cohort.report.series import Curve, check_key, common_window, curve, grouped, means_of_groups, words_for
+from cohort.report.series import Curve, check_key, common_window, grouped, means_of_groups, words_for
 from cohort.runs.reader import AXES, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Panel: TypeAlias = Sequence[tuple[Curve, list[Curve]]]
+"""A curve for each group of runs, and those of its runs."""
 
 SUFFIXES = (".png", ".svg", ".pdf")
 COLORS = {
@@ -38,9 +41,9 @@ class Look:
     """How a figure looks."""
 
     axis: str = "step"
-    """One of ``series.AXES``."""
+    """One of ``reader.AXES``."""
     window: int = 0
-    """Points of the local fit (``smooth.loess``); 0: a tenth of the curve; 1: none."""
+    """Points of the local fit (``series.loess``); 0: a tenth of the curve; 1: none."""
     log: str = ""
     """The axes with logarithmic scale: "", "x", "y" or "xy"."""
     theme: Literal["light", "dark"] = "light"
@@ -68,14 +71,15 @@ def figure(runs: Sequence[Run], keys: Sequence[str], look: Look | None = None) -
         ConfigError: no run has a metric, or none has the axis; matplotlib is missing.
     """
     look = look or Look()
+    panels = []
     for key in keys:
         check_key(runs, key)
-    panels = [_panel(runs, key, look) for key in keys]
-    for key, panel in zip(keys, panels, strict=True):
-        if not any(mean.x for mean, _ in panel):
+    for key in keys:
+        panels.append(_panel(runs, key, look))
+        if not any(len(mean.x) for mean, _ in panels[-1]):
             raise ConfigError(f"{key} cannot be drawn over {look.axis}: no run has both in its metrics")
     with _style(look) as matplotlib:
-        columns = 1 if len(keys) == 1 else 2
+        columns = min(len(keys), 2)
         rows = math.ceil(len(keys) / columns)
         width, height = look.size
         made: Figure = matplotlib.figure.Figure(figsize=(width * columns, height * rows), layout="constrained")
@@ -84,7 +88,7 @@ def figure(runs: Sequence[Run], keys: Sequence[str], look: Look | None = None) -
             _draw(axes, key, panel, look)
         for axes in all_axes[len(keys) :]:
             axes.set_visible(False)
-        _name_lines(made, list(all_axes[: len(keys)]), panels, look)
+        _name_lines(made, panels, look)
         return made
 
 
@@ -115,64 +119,57 @@ def check_output(path: str | Path) -> Path:
     return path
 
 
-def _panel(runs: Sequence[Run], key: str, look: Look) -> list[tuple[Curve, list[Curve]]]:
-    """A curve for each group, and those of its runs."""
-    window = look.window or common_window(runs, key)
+def _panel(runs: Sequence[Run], key: str, look: Look) -> Panel:
+    """What is drawn of a metric."""
     groups = grouped(runs)
     if look.separate:
-        return [
-            (made := curve(run, key, look.axis, window, _own_label(run, group.label, len(group.runs))), [made])
-            for group in groups
-            for run in group.runs
-        ]
-    return means_of_groups(groups, key, look.axis, window)
+        singles = [(group, run, seed) for group in groups for run, seed in zip(group.runs, group.seeds, strict=True)]
+        names = [f"{group.label}, seed {seed}" if len(group.runs) > 1 else group.label for group, _, seed in singles]
+        groups = [replace(group, label=name, runs=(run,)) for name, (group, run, _) in zip(names, singles, strict=True)]
+    return means_of_groups(groups, key, look.axis, look.window or common_window(runs, key))
 
 
-def _own_label(run: Run, label: str, runs: int) -> str:
-    return f"{label}, seed {run.flat_settings().get('run.seed')}" if runs > 1 else label
-
-
-def _draw(axes: Axes, key: str, panel: Sequence[tuple[Curve, list[Curve]]], look: Look) -> None:
+def _draw(axes: Axes, key: str, panel: Panel, look: Look) -> None:
     """One metric. The lines are, group by group: the curves behind it, then the main one, labelled."""
     unit, words = _unit(panel, look)
+    palette = COLORS[look.theme]
     for number, (mean, members) in enumerate(panel):
-        if not mean.x:
+        if not len(mean.x):
             continue
-        palette = COLORS[look.theme]
         color, style = palette[number % len(palette)], LINES[number // len(palette) % len(LINES)]
-        behind = [(one.x, one.line) for one in members] if mean.runs > 1 else [(mean.x, mean.y)] * bool(mean.smooth)
-        for places, y in behind:
-            axes.plot(_scaled(places, unit), y, color=color, linewidth=0.7, alpha=0.4, label="_behind")
-        if mean.low is not None and mean.high is not None:
-            low, high = (np.array([math.nan if one is None else one for one in edge]) for edge in (mean.low, mean.high))
-            axes.fill_between(_scaled(mean.x, unit), low, high, color=color, alpha=0.16, linewidth=0)
-        x, marker = _scaled(mean.x, unit), "o" if len(mean.x) <= MARKED else ""
-        (line,) = axes.plot(x, mean.line, color=color, linestyle=style, marker=marker, markersize=3.5)
-        line.set_label(_escaped(mean.label))
-        if mean.window == 1 and len(x) > 100:  # not smoothed
+        behind = [(one.x, one.line) for one in members] if mean.runs > 1 else [(mean.x, mean.y)] * (mean.window > 1)
+        for x, y in behind:
+            axes.plot(x / unit, y, color=color, linewidth=0.7, alpha=0.4, label="_behind")
+        if mean.band:
+            axes.fill_between(mean.x / unit, mean.low, mean.high, color=color, alpha=0.16, linewidth=0)
+        (line,) = axes.plot(mean.x / unit, mean.line, color=color, linestyle=style, markersize=3.5)
+        line.set(label=_escaped(mean.label), marker="o" if len(mean.x) <= MARKED else "")
+        if mean.window == 1 and len(mean.x) > 100:  # not smoothed
             line.set_linewidth(1.1)
     _scales(axes, panel, look)
     axes.set_xlabel(words)
     axes.set_ylabel(_escaped(words_for(key)))
 
 
-def _unit(panel: Sequence[tuple[Curve, list[Curve]]], look: Look) -> tuple[float, str]:
+def _unit(panel: Panel, look: Look) -> tuple[float, str]:
     """What x is divided by, and the label of the axis: seconds may be minutes or hours; dates are in days."""
     if look.axis == "time":
         return 86400.0, AXES["time"]
-    last = max(mean.x[-1] for mean, _ in panel if mean.x)
+    last = max(mean.x[-1] for mean, _ in panel if len(mean.x))
     if look.axis != "seconds" or last < 300:
         return 1.0, AXES[look.axis]
     return (60.0, "training time, minutes") if last < 3 * 3600 else (3600.0, "training time, hours")
 
 
-def _scaled(x: Sequence[float], unit: float) -> Any:
-    return np.asarray(x) / unit
-
-
-def _scales(axes: Axes, panel: Sequence[tuple[Curve, list[Curve]]], look: Look) -> None:
+def _scales(axes: Axes, panel: Panel, look: Look) -> None:
     """Ticks, scales, and limits that a band of few seeds cannot blow up."""
     from matplotlib import dates, ticker
+
+    class Plain(ticker.LogFormatter):
+        """Writes 0.3 rather than a power of ten, at the ticks that deserve it."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
 
     if look.axis == "time":
         locator = dates.AutoDateLocator()
@@ -180,41 +177,27 @@ def _scales(axes: Axes, panel: Sequence[tuple[Curve, list[Curve]]], look: Look) 
         axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))
     elif look.axis in ("step", "updates"):
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    if look.axis == "tokens":
+    elif look.axis == "tokens":
         axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
-    values = np.concatenate([np.array([*one.y, *one.line]) for mean, curves in panel for one in (mean, *curves)])
+    values = np.concatenate([part for mean, curves in panel for one in (mean, *curves) for part in (one.y, one.line)])
     if "y" in look.log and not (values > 0).any():
         raise ConfigError("--log y needs values above 0")
     for name, scale, ticks in (("x", axes.set_xscale, axes.xaxis), ("y", axes.set_yscale, axes.yaxis)):
         if name in look.log:
             scale("log")
             if look.axis != "tokens" or name == "y":
-                ticks.set_major_formatter(_plain_numbers())
-                ticks.set_minor_formatter(_plain_numbers())
-    if "y" in look.log:
-        return
-    low, high = axes.get_ylim()
-    spread = (values.max() - values.min()) or abs(values.max()) or 1.0
-    axes.set_ylim(max(low, values.min() - 0.5 * spread), min(high, values.max() + 0.5 * spread))
+                ticks.set_major_formatter(Plain())
+                ticks.set_minor_formatter(Plain())
+    if "y" not in look.log:
+        low, high = axes.get_ylim()
+        spread = (values.max() - values.min()) or abs(values.max()) or 1.0
+        axes.set_ylim(max(low, values.min() - 0.5 * spread), min(high, values.max() + 0.5 * spread))
 
 
-def _plain_numbers() -> Any:
-    """A formatter of logarithmic scales that writes 0.3 rather than a power of ten, at the ticks that deserve it."""
-    from matplotlib import ticker
-
-    class Plain(ticker.LogFormatter):
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            return f"{x:g}" if super().__call__(x, pos) else ""
-
-    return Plain()
-
-
-def _name_lines(
-    made: Figure, all_axes: Sequence[Any], panels: Sequence[Sequence[tuple[Curve, list[Curve]]]], look: Look
-) -> None:
+def _name_lines(made: Figure, panels: Sequence[Panel], look: Look) -> None:
     """Title, legend and note."""
     handles: dict[str, Any] = {}
-    for axes in all_axes:
+    for axes in made.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     title = _escaped(look.title) if look.title else ""
@@ -231,14 +214,13 @@ def _name_lines(
 
 def describe(curves: Sequence[Curve]) -> str:
     """What lines and bands are, for the caption; empty if there is nothing to say."""
-    windows = sorted({one.window for one in curves if one.window > 1})
-    fits = f"local linear fits (LOESS) over {' and '.join(map(str, windows))} points" if windows else ""
+    windows = " and ".join(map(str, sorted({one.window for one in curves if one.window > 1})))
     averaged = any(one.runs > 1 for one in curves)
-    lines = [*["mean over seeds"] * averaged, *[fits] * bool(fits)]
-    behind = [*["single seeds"] * averaged, *["logged values"] * any(one.smooth is not None for one in curves)]
-    bands = list(dict.fromkeys(one.band for one in curves if one.band))
+    lines = ["mean over seeds"] * averaged + [f"local linear fits (LOESS) over {windows} points"] * bool(windows)
+    behind = ["single seeds"] * averaged + ["logged values"] * any(one.window > 1 and one.runs == 1 for one in curves)
+    bands = "; ".join(dict.fromkeys(one.band for one in curves if one.band))
     said = [f"Lines: {' of '.join(lines)}; behind them: {' or '.join(behind)}."] * bool(lines)
-    return " ".join([*said, *[f"Bands: {'; '.join(bands)}."] * bool(bands)])
+    return " ".join([*said, *[f"Bands: {bands}."] * bool(bands)])
 
 
 def _escaped(text: str) -> str:
@@ -258,21 +240,16 @@ def _style(look: Look) -> Iterator[Any]:
     settings = {
         "font.family": "DejaVu Sans",  # which matplotlib brings: the same figure everywhere
         "font.size": 9,
-        "axes.titlesize": 10,
-        "figure.titlesize": 10,
         "legend.fontsize": 8.5,
-        "legend.frameon": False,
         "legend.handlelength": 1.8,
         "lines.linewidth": 1.9,
         "lines.solid_capstyle": "round",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
         "axes.xmargin": 0.01,
         "grid.color": grid,
-        "grid.linewidth": 0.8,
-        "axes.linewidth": 0.8,
+        **dict.fromkeys(("axes.titlesize", "figure.titlesize"), 10),
+        **dict.fromkeys(("grid.linewidth", "axes.linewidth"), 0.8),
+        **dict.fromkeys(("legend.frameon", "axes.spines.top", "axes.spines.right"), False),
+        **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
         **dict.fromkeys(("figure.facecolor", "axes.facecolor"), ground),
         **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), text),
         **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), note),

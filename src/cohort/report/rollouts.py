@@ -30,50 +30,40 @@ BATCH_ROWS = 256
 LIST = re.compile(r"\.list\.(element|item)$")
 """What follows the name of a column of lists in its path."""
 
-Check = Callable[[Any], bool]
-
-
-def _lists_of(accepts: Check) -> Check:
-    return lambda kind: (types.is_list(kind) or types.is_large_list(kind)) and _accepted(kind.value_type, accepts)
-
-
-def _accepted(kind: Any, accepts: Check) -> bool:
-    return bool(types.is_null(kind) or accepts(kind))
-
-
-def _is_number(kind: Any) -> bool:
-    return bool(types.is_floating(kind) or types.is_integer(kind))
-
-
-def _is_text(kind: Any) -> bool:
-    return bool(types.is_string(kind) or types.is_large_string(kind))
-
-
-TEXTS = ("prompt", "completion", "finish_reason", "source", "messages", "episode_error", "reward_error")
-INTEGERS = ("group", "row", "weights_version", "minibatch", "update")
-NUMBERS = ("reward", "advantage", "environment_reward")
+TYPES: dict[str, Callable[[Any], bool]] = {
+    "text": lambda kind: types.is_string(kind) or types.is_large_string(kind),
+    "whole numbers": types.is_integer,
+    "numbers": lambda kind: types.is_floating(kind) or types.is_integer(kind),
+    "booleans": types.is_boolean,
+    "anything": lambda _: True,
+}
+"""Checks of types by their names in words."""
 LISTS_OF_INTEGERS = (
     *("prompt_ids", "token_ids", "segment_lengths", "turn_lengths"),
     *("support/token_ids", "support/counts"),
 )
 WITH_GAPS = ("no_gradient", "turn_rewards")
 """Columns of lists whose entries may be null."""
-CHECKS: dict[str, tuple[str, Check]] = {
-    **dict.fromkeys(TEXTS, ("text", _is_text)),
-    **dict.fromkeys(INTEGERS, ("whole numbers", types.is_integer)),
-    **dict.fromkeys(NUMBERS, ("numbers", _is_number)),
-    **dict.fromkeys(LISTS_OF_INTEGERS, ("lists of whole numbers", _lists_of(types.is_integer))),
-    **dict.fromkeys((*TOKEN_NUMBERS, "turn_rewards", "seconds/turns"), ("lists of numbers", _lists_of(_is_number))),
-    **dict.fromkeys(("drawn", "support/excluded"), ("lists of booleans", _lists_of(types.is_boolean))),
-    "no_gradient": ("lists of text", _lists_of(_is_text)),
+CHECKS = {
+    **dict.fromkeys(("prompt", "completion", "finish_reason", "source", "messages"), "text"),
+    **dict.fromkeys(("episode_error", "reward_error"), "text"),
+    **dict.fromkeys(("group", "row", "weights_version", "minibatch", "update"), "whole numbers"),
+    **dict.fromkeys(("reward", "advantage", "environment_reward"), "numbers"),
+    **dict.fromkeys(LISTS_OF_INTEGERS, "lists of whole numbers"),
+    **dict.fromkeys((*TOKEN_NUMBERS, "turn_rewards", "seconds/turns"), "lists of numbers"),
+    **dict.fromkeys(("drawn", "support/excluded"), "lists of booleans"),
+    "no_gradient": "lists of text",
 }
-"""The types of the columns, in words and as a check."""
-PREFIXES: dict[str, tuple[str, Check]] = {
-    "rewards/": ("numbers", _is_number),
-    "seconds/reward/": ("numbers", _is_number),
-    "extra/": ("anything", lambda _: True),
-}
-"""The types of the columns whose names begin so."""
+"""What the columns hold, in words."""
+PREFIXES = {"rewards/": "numbers", "seconds/reward/": "numbers", "extra/": "anything"}
+"""What the columns whose names begin so hold."""
+
+
+def _holds(kind: Any, words: str) -> bool:
+    """Whether a type of arrow is what the words say; a column of nulls is anything."""
+    if words.startswith("lists of ") and (types.is_list(kind) or types.is_large_list(kind)):
+        return _holds(kind.value_type, words.removeprefix("lists of "))
+    return types.is_null(kind) or (words in TYPES and TYPES[words](kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +174,14 @@ def _facts(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
 
 def _checked_names(schema: pyarrow.Schema) -> list[str]:
     """The names of the known columns, all of them of the documented types."""
-    names = []
+    names: list[str] = []
     for name, kind in zip(schema.names, schema.types, strict=True):
-        prefixes = [prefix for prefix in PREFIXES if name.startswith(prefix)]
-        found = CHECKS.get(name) or (PREFIXES[prefixes[0]] if prefixes else None)
-        if found is None:
+        words = CHECKS.get(name) or next((PREFIXES[start] for start in PREFIXES if name.startswith(start)), None)
+        if words is None:
             continue
-        words, accepts = found
         if name in names:
             raise ValueError(f"two columns have the name {name!r}")
-        if not _accepted(kind, accepts):
+        if not _holds(kind, words):
             raise ValueError(f"column {name!r} holds {kind}; expected {words}")
         names.append(name)
     return names
@@ -241,18 +229,19 @@ def _check_values(table: pyarrow.Table, names: Collection[str]) -> None:
         if name not in WITH_GAPS and pyarrow.compute.list_flatten(column).null_count:
             raise ValueError(f"column {name!r} has lists with null entries")
     lengths = {name: pyarrow.compute.list_value_length(column).cast("double") for name, column in lists.items()}
-    drawn = {name: lengths[name] for name in (*PER_DRAWN_TOKEN, "support/counts", "support/excluded") if name in lists}
-    segments = {name: lengths[name] for name in ("token_ids", "drawn") if name in lists}
-    if "drawn" in lists:
-        drawn["drawn"] = _sums(lists["drawn"])
-    elif "drawn" not in names:  # all tokens are drawn
-        drawn |= segments
-    if "segment_lengths" in lists:
-        segments["segment_lengths"] = _sums(lists["segment_lengths"])
-    support = {"support/token_ids": lengths["support/token_ids"]} if "support/token_ids" in lists else {}
-    if "support/counts" in lists:
-        support["support/counts"] = _sums(lists["support/counts"])
-    for sizes in (drawn, segments, support):
+    sums = {name: _sums(lists[name]) for name in ("drawn", "segment_lengths", "support/counts") if name in lists}
+    drawn = [name for name in (*PER_DRAWN_TOKEN, "support/counts", "support/excluded") if name in lists]
+    segments = [name for name in ("token_ids", "drawn") if name in lists]
+    if "drawn" not in names:  # all tokens are drawn
+        drawn += segments
+    for of_length, of_sum in (
+        (drawn, "drawn"),
+        (segments, "segment_lengths"),
+        (["support/token_ids"], "support/counts"),
+    ):
+        sizes = {name: lengths[name] for name in of_length if name in lists} | {
+            n: sums[n] for n in [of_sum] if n in sums
+        }
         _check_equal({name: np.asarray(size, np.float64) for name, size in sizes.items()})
 
 

@@ -1,26 +1,27 @@
 """Curves of runs, for plots and pages: on axes that make runs comparable, smoothed, with bands, and over seeds.
 
-All results are plain data: ``dataclasses.asdict`` makes JSON of them. To compare runs: ``grouped`` puts runs together
-that differ only by their seed, ``curve`` makes a curve of each run, ``over_seeds`` one of each group.
+To compare runs: ``grouped`` puts runs together that differ only by their seed, ``curve`` makes a curve of each run,
+``over_seeds`` one of each group.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache, reduce
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cohort.config import GRPOConfig
+from cohort.config import GRPOConfig, to_toml
 from cohort.config.schema import marks_of
 from cohort.errors import ConfigError
-from cohort.runs.reader import Run
+from cohort.runs.reader import Run, flat
 from cohort.statistics import t_quantile
 
 # ----------------------------------------
@@ -88,6 +89,10 @@ def words_for(key: str) -> str:
 
     >>> words_for("eval/gsm8k/reward/mean"), words_for("seconds/update"), words_for("tokens/held_share")
     ('evaluation reward on gsm8k', 'seconds of update', 'tokens held share')
+    >>> words_for("eval/rewards/math/mean"), words_for("eval/aime/pass@8/mean"), words_for("rewards/math")
+    ('evaluation reward of math', 'evaluation pass@8 on aime', 'training reward of math')
+    >>> words_for("custom/my_number"), words_for("kl/k3")
+    ('my number', 'KL to the reference, k3 (nats per token)')
     """
     if key in WORDS:
         return WORDS[key]
@@ -136,7 +141,7 @@ def loess(values_T: Floats, window: int) -> tuple[Floats, Floats]:
     Source: W. S. Cleveland, "Robust locally weighted regression and smoothing scatterplots" (1979).
     """
     count = len(values_T)
-    window = min(window | 1, count if count % 2 else count - 1)
+    window = fitted_window(window, count)
     if window < 3:
         return values_T.copy(), np.zeros(count)
     half = window // 2
@@ -164,6 +169,11 @@ def _fit_weights(window: int) -> tuple[Floats, Floats]:
     return weights_HW, (weights_HW**2).sum(axis=1)
 
 
+def fitted_window(window: int, points: int) -> int:
+    """The points of a fit that a curve of so many points can have: an odd number."""
+    return min(window | 1, points - 1 + points % 2, MAX_WINDOW)
+
+
 def window_for(points: int) -> int:
     """A window that suits a curve of so many points: a tenth, at most ``MAX_WINDOW``, and none below 30.
 
@@ -173,6 +183,17 @@ def window_for(points: int) -> int:
     return min(points // 10, MAX_WINDOW) | 1 if points >= 30 else 1
 
 
+def common_window(runs: Iterable[Run], key: str) -> int:
+    """A window that suits the shortest curve of several runs: a longer one would draw numbers that a short run never
+    had. Runs without the metric do not count."""
+    counts = (int((~np.isnan(run.column(key))).sum()) for run in runs)
+    return window_for(min((count for count in counts if count), default=0))
+
+
+# ----------------------------------------
+# A curve of a run, with its band.
+
+
 MAX_PROMPTS = 1e6
 """Prompts of a step; with more, the interval is as if there were so many."""
 Z = NormalDist().inv_cdf(0.975)
@@ -180,36 +201,90 @@ GRID = 200
 """Points of a mean over runs whose points lie at different places."""
 NOT_OF_A_GROUP = {name for name, mark in marks_of(GRPOConfig).items() if not mark.experiment}
 """Settings that two runs of one group need not share."""
+NAMES = tuple(name for name, mark in marks_of(GRPOConfig).items() if mark.resume == "facts" and name != "model.path")
+"""Settings that are names. Whether runs share what they stand for is in the facts: one file lies at several places."""
+FACTS = ("prompts", "columns", "rewards", "tools", "code", "values")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """A metric of a run, or the mean of several runs."""
+    """A metric of a run, or the mean of several runs: arrays of float64 ``[T]``."""
 
     label: str
     key: str
     axis: str
     """One of ``AXES``."""
-    steps: list[int]
-    """The step of each point; empty for a mean whose runs have their points at different places."""
-    x: list[float]
-    y: list[float]
+    x: Floats
+    y: Floats
     """As logged; of a mean over runs, the mean of the smoothed curves."""
-    smooth: list[float] | None = None
-    """The local linear fit of ``y`` (see ``smooth.loess``); None: the curve is not smoothed."""
+    line: Floats
+    """What to draw first: the local linear fit of ``y`` (see ``loess``), or ``y`` if the curve is not smoothed."""
+    low: Floats
+    """Lower edge of the band around ``line``, NaN at points without one."""
+    high: Floats
+    band: str = ""
+    """What the band is, in words; empty: there is none."""
     window: int = 1
     """Points of a fit; 1: not smoothed. Of a mean over runs, that of their curves."""
-    low: list[float | None] | None = None
-    """Lower edge of the band, None at points without one. It belongs to ``smooth`` if there is one, else to ``y``."""
-    high: list[float | None] | None = None
-    band: str = ""
-    """What the band is, in words."""
     runs: int = 1
 
-    @property
-    def line(self) -> list[float]:
-        """The line to draw first: the smoothed one if there is one."""
-        return self.y if self.smooth is None else self.smooth
+
+def curve(run: Run, key: str, axis: str = "step", window: int = 1) -> Curve:
+    """A metric of a run, named like its folder.
+
+    Args:
+        run: the run.
+        key: the metric.
+        axis: one of ``AXES``.
+        window: points of a local linear fit (see ``loess``), at most ``MAX_WINDOW``. Below 3: no smoothing.
+
+    Returns:
+        The curve; without points if the run lacks the metric or the axis. Its band is that of the fit; without
+        smoothing, the metric's own interval where the run logs what it takes (see ``interval``).
+
+    Raises:
+        ConfigError: the axis is unknown.
+    """
+    known = ~np.isnan(run.axis(axis)) & ~np.isnan(run.column(key))
+    x, y = run.axis(axis)[known], run.column(key)[known]
+    label, window = run.path.resolve().name, fitted_window(window, len(y)) if window >= 3 else 1
+    if window >= 3:
+        fit, half = loess(y, window)
+        return Curve(label, key, axis, x, y, fit, fit - half, fit + half, "95% band of the fit", window)
+    low, high, words = interval(run, key)
+    low, high = low[known], high[known]
+    return Curve(label, key, axis, x, y, y, low, high, "" if np.isnan(low).all() else words)
+
+
+def interval(run: Run, key: str) -> tuple[Floats, Floats, str]:
+    """The 95% interval of a metric in each row, float64 ``[T]``, NaN where the metrics do not tell, and what it is.
+
+    An evaluation's mean has the logged interval over its prompts. A metric with a standard error ``KEY_se`` has ``value
+    +- 1.96 se``: that error takes the tokens as independent, and is too small where the tokens of a completion go
+    together. ``reward/mean`` has ``value +- t_{P-1} s`` over the step's P prompts: ``reward/std^2 -
+    reward/within_group_std^2`` is at least the variance of the prompts' mean rewards, and s its root over P - 1. It is
+    slightly too wide, because the root mean square within groups is above the mean that is logged.
+    """
+    mean = run.column(key)
+    if key.endswith("/mean"):
+        low, high = (run.column(key.removesuffix("/mean") + end) for end in ("/low", "/high"))
+        known = ~np.isnan(mean + low + high)
+        if known.any():
+            low, high = (np.where(known, edge, np.nan) for edge in (low, high))
+            return low, high, "confidence interval over the evaluation's prompts"
+    if key == "reward/mean":
+        spread, within, prompts = map(run.column, ("reward/std", "reward/within_group_std", "groups/sampled"))
+        degrees = np.where(prompts >= 2, np.minimum(prompts, MAX_PROMPTS), np.nan) // 1 - 1
+        quantile = np.array([math.nan if math.isnan(n) else t_quantile(0.975, int(n)) for n in degrees.tolist()])
+        half = quantile * np.sqrt(np.maximum(0.0, spread**2 - within**2) / degrees)
+        words = "95% interval over the step's prompts"
+    else:
+        half, words = Z * run.column(f"{key}_se"), "95% interval over the step's tokens, as if independent"
+    return mean - half, mean + half, words
+
+
+# ----------------------------------------
+# Groups of runs that differ by their seed, and the means over them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +311,7 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     settings = [_compared(run) for run in runs]
     groups: dict[str, list[int]] = {}
     for number, (run, one) in enumerate(zip(runs, settings, strict=True)):
-        name, seed = repr(sorted(one.items())), run.flat_settings().get("run.seed")
+        name, seed = repr(sorted(_identity(run, one).items())), run.flat_settings().get("run.seed")
         taken = [runs[other].flat_settings().get("run.seed") for other in groups.get(name, [])]
         groups.setdefault(f"{name}#{number}" if not one or seed in taken else name, []).append(number)
     first = [settings[numbers[0]] for numbers in groups.values()]
@@ -248,11 +323,30 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     return [Group(*parts) for parts in zip(labels, map(tuple, members), differs, strict=True)]
 
 
+@cache
+def default_settings() -> Mapping[str, Any]:
+    """The default of every setting by ``section.key``, as ``config.toml`` writes it."""
+    return dict(flat(tomllib.loads(to_toml(GRPOConfig()))))
+
+
 def _compared(run: Run) -> dict[str, Any]:
     """The settings that runs of a group share, and the hash of the code, which is no setting."""
     kept = {key: value for key, value in run.flat_settings().items() if key not in NOT_OF_A_GROUP}
+    return kept | ({"code": facts["code"]} if kept and "code" in (facts := _facts(run)) else {})
+
+
+def _identity(run: Run, compared: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with facts in place of names, if the run has recorded them."""
+    facts = _facts(run)
+    if "prompts" not in facts:
+        return dict(compared)
+    kept = {key: value for key, value in compared.items() if not f"{key}.".startswith(tuple(f"{n}." for n in NAMES))}
+    return kept | {f"fact {name}": facts[name] for name in FACTS if name in facts}
+
+
+def _facts(run: Run) -> Mapping[str, Any]:
     facts = run.starts[-1].get("facts") if run.starts else None
-    return kept | ({"code": facts["code"]} if kept and isinstance(facts, dict) and "code" in facts else {})
+    return facts if isinstance(facts, dict) else {}
 
 
 def _labels(differs: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Run]]) -> list[str]:
@@ -289,125 +383,6 @@ def check_key(runs: Sequence[Run], key: str) -> None:
     raise ConfigError(f"no run has the metric {key!r}; {named}")
 
 
-def positions(run: Run, axis: str) -> Mapping[int, float]:
-    """Where each step ends on an axis (``Run.axis``); steps without a place are left out."""
-    return {row["step"]: x for row, x in zip(run.rows, run.axis(axis).tolist(), strict=True) if not math.isnan(x)}
-
-
-def curve(run: Run, key: str, axis: str = "step", window: int = 1, label: str = "") -> Curve:
-    """A metric of a run.
-
-    Args:
-        run: the run.
-        key: the metric.
-        axis: one of ``AXES``.
-        window: points of a local linear fit (see ``smooth.loess``), at most ``MAX_WINDOW``. Below 3: no smoothing.
-        label: its name; empty: that of the folder.
-
-    Returns:
-        The curve; without points if the run lacks the metric or the axis. Its band is that of the fit; without
-        smoothing, the metric's own interval where the run logs what it takes (see ``interval``).
-
-    Raises:
-        ConfigError: the axis is unknown.
-    """
-    places = positions(run, axis)
-    steps, values = run.series(key)
-    kept = [(step, value) for step, value in zip(steps, values, strict=True) if step in places]
-    steps, values = [step for step, _ in kept], [value for _, value in kept]
-    made = Curve(label or run.path.resolve().name, key, axis, steps, [places[step] for step in steps], values)
-    window = min(window, len(values), MAX_WINDOW)
-    if window >= 3:
-        fit, half = loess(np.array(values), window)
-        made = replace(made, smooth=fit.tolist(), window=min(window | 1, len(values) - 1 + len(values) % 2))
-        return replace(made, low=(fit - half).tolist(), high=(fit + half).tolist(), band="95% band of the fit")
-    return _with_interval(made, run)
-
-
-def _with_interval(made: Curve, run: Run) -> Curve:
-    lines = {line["step"]: line for line in run.rows}
-    found = [interval(lines[step], made.key) for step in made.steps]
-    low, high = [one[0] if one else None for one in found], [one[1] if one else None for one in found]
-    words = next((one[2] for one in found if one), "")
-    return replace(made, low=low, high=high, band=words) if words else made
-
-
-def interval(line: Mapping[str, Any], key: str) -> tuple[float, float, str] | None:
-    """The 95% interval of a metric in one step, and what it is; None where the step's metrics do not tell.
-
-    An evaluation's mean has the logged interval over its prompts. A metric with a standard error ``KEY_se`` has ``value
-    +- 1.96 se``: that error takes the tokens as independent, and is too small where the tokens of a completion go
-    together. ``reward/mean`` has ``value +- t_{P-1} s`` over the step's P prompts: ``reward/std^2 -
-    reward/within_group_std^2`` is at least the variance of the prompts' mean rewards, and s its root over P - 1. It is
-    slightly too wide, because the root mean square within groups is above the mean that is logged.
-    """
-    value = line.get(key)
-    low, high = (line.get(key.removesuffix("/mean") + name) for name in ("/low", "/high"))
-    if value is None:
-        return None
-    if key.endswith("/mean") and low is not None and high is not None:
-        return low, high, "confidence interval over the evaluation's prompts"
-    error, words, quantile = line.get(f"{key}_se"), "95% interval over the step's tokens, as if independent", Z
-    if key == "reward/mean":
-        spread, within, prompts = (
-            line.get(name) for name in ("reward/std", "reward/within_group_std", "groups/sampled")
-        )
-        if spread is None or within is None or prompts is None or prompts < 2:
-            return None
-        degrees = int(min(prompts, MAX_PROMPTS)) - 1
-        error, quantile = math.sqrt(max(0.0, spread**2 - within**2) / degrees), t_quantile(0.975, degrees)
-        words = "95% interval over the step's prompts"
-    return None if error is None else (value - quantile * error, value + quantile * error, words)
-
-
-def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
-    """The mean of the curves of runs that differ by their seed.
-
-    Where all have points at the same places, the mean is there; else at ``GRID`` places of the range that all cover,
-    by linear interpolation. From three runs on, the band is the 95% interval of the mean over seeds, ``mean +- t_{n-1}
-    s / sqrt(n)``; of two it shows both, because the interval of two is 12.7 standard errors wide.
-    """
-    filled = [one for one in curves if one.x]
-    if not filled:
-        return replace(curves[0], label=label)
-    if len(filled) == 1:
-        return replace(filled[0], label=label)
-    x, lines_RT = aligned(filled)
-    same = all(one.x == filled[0].x for one in filled)
-    mean_T = lines_RT.mean(axis=0)
-    if len(filled) == 2:
-        low_T, high_T, band = lines_RT.min(axis=0), lines_RT.max(axis=0), "range of 2 seeds"
-    else:
-        half_T = t_quantile(0.975, len(filled) - 1) * lines_RT.std(axis=0, ddof=1) / math.sqrt(len(filled))
-        low_T, high_T, band = mean_T - half_T, mean_T + half_T, f"95% interval of the mean over {len(filled)} seeds"
-    return replace(
-        filled[0],
-        label=label,
-        smooth=None,
-        steps=filled[0].steps if same else [],
-        x=x.tolist(),
-        y=mean_T.tolist(),
-        low=low_T.tolist(),
-        high=high_T.tolist(),
-        band=band,
-        runs=len(filled),
-    )
-
-
-def aligned(curves: Sequence[Curve]) -> tuple[Floats, Floats]:
-    """Places that all curves cover, shape ``[T]``, and their lines there, shape ``[R, T]``: their own points if all
-    have the same, the common ones if they share steps on the axis ``step`` or ``updates``, else ``GRID`` places. Empty
-    if the curves do not overlap."""
-    shared = set(curves[0].x).intersection(*(one.x for one in curves[1:]))
-    low, high = max(min(one.x) for one in curves), min(max(one.x) for one in curves)
-    whole = curves[0].axis in ("step", "updates") and len(shared) > 1
-    if whole or all(one.x == curves[0].x for one in curves):
-        x = np.array(sorted(shared))
-    else:
-        x = np.linspace(low, high, GRID) if high >= low else np.zeros(0)
-    return x, np.array([np.interp(x, one.x, one.line) for one in curves])
-
-
 def means_of_groups(
     groups: Sequence[Group], key: str, axis: str = "step", window: int = 1
 ) -> list[tuple[Curve, list[Curve]]]:
@@ -416,7 +391,37 @@ def means_of_groups(
     return [(over_seeds(some, group.label), some) for group, some in zip(groups, curves, strict=True)]
 
 
-def common_window(runs: Iterable[Run], key: str) -> int:
-    """A window that suits the shortest curve of several runs: a longer one would draw numbers that a short run never
-    had. Runs without the metric do not count."""
-    return window_for(min((count for run in runs if (count := len(run.series(key)[0]))), default=0))
+def over_seeds(curves: Sequence[Curve], label: str) -> Curve:
+    """The mean of the curves of runs that differ by their seed, at the places of ``aligned``.
+
+    From three runs on, the band is the 95% interval of the mean over seeds, ``mean +- t_{n-1} s / sqrt(n)``; of two it
+    shows both, because the interval of two is 12.7 standard errors wide.
+    """
+    filled = [one for one in curves if len(one.x)]
+    if len(filled) < 2:
+        return replace([*filled, *curves][0], label=label)
+    x, lines_RT = aligned(filled)
+    mean, count = lines_RT.mean(axis=0), len(filled)
+    if count == 2:
+        low, high, band = lines_RT.min(axis=0), lines_RT.max(axis=0), "range of 2 seeds"
+    else:
+        half = t_quantile(0.975, count - 1) * lines_RT.std(axis=0, ddof=1) / math.sqrt(count)
+        low, high, band = mean - half, mean + half, f"95% interval of the mean over {count} seeds"
+    return Curve(label, filled[0].key, filled[0].axis, x, mean, mean, low, high, band, filled[0].window, count)
+
+
+def aligned(curves: Sequence[Curve]) -> tuple[Floats, Floats]:
+    """Places that all curves cover, float64 ``[T]``, and their lines there, float64 ``[R, T]``.
+
+    They are their own points if all have the same, the common ones if they share steps on the axis ``step`` or
+    ``updates``, else ``GRID`` places of the range that all cover, by linear interpolation. Empty if the curves do not
+    overlap.
+    """
+    first = curves[0]
+    shared = reduce(np.intersect1d, (one.x for one in curves))
+    low, high = max(one.x.min() for one in curves), min(one.x.max() for one in curves)
+    if (first.axis in ("step", "updates") and len(shared) > 1) or all(np.array_equal(one.x, first.x) for one in curves):
+        x = shared
+    else:
+        x = np.linspace(low, high, GRID) if high >= low else np.zeros(0)
+    return x, np.array([np.interp(x, one.x, one.line) for one in curves])

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import combinations, groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from cohort.config import GRPOConfig, to_toml
+from cohort.config import GRPOConfig
 from cohort.config.schema import marks_of
-from cohort.report.series import Group, interval, parts_of, positions
-from cohort.runs.reader import MAX_NUMBER, Run, flat
+from cohort.report.series import Group, default_settings, interval, parts_of
+from cohort.runs.reader import MAX_NUMBER, Run
 from cohort.statistics import Estimate, Floats, compare, paired_t, welch_t
-
-
-@cache
-def default_settings() -> Mapping[str, Any]:
-    """The default of every setting by ``section.key``, as ``config.toml`` writes it."""
-    return dict(flat(tomllib.loads(to_toml(GRPOConfig()))))
-
 
 # ----------------------------------------
 # What the runs of two groups tell about a difference between them, at one budget: over seeds, over the evaluation's
@@ -56,15 +46,20 @@ class Pair:
     budget: float
     confidence: float
 
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs of both."""
+        return (*self.a.runs, *self.b.runs)
+
+    def by_seed(self) -> tuple[dict[str, Run], dict[str, Run]]:
+        """The runs of each by their seeds."""
+        a, b = (dict(zip(map(repr, group.seeds), group.runs, strict=True)) for group in (self.a, self.b))
+        return a, b
+
     def one_run_each(self) -> tuple[Run, Run]:
         """Runs with the same seed if there are some, else the first ones."""
-        by_seed = {repr(seed): run for seed, run in zip(self.a.seeds, self.a.runs, strict=True)}
-        pairs = [
-            (by_seed[repr(seed)], run)
-            for seed, run in zip(self.b.seeds, self.b.runs, strict=True)
-            if repr(seed) in by_seed
-        ]
-        return pairs[0] if pairs else (self.a.runs[0], self.b.runs[0])
+        a, b = self.by_seed()
+        return next(((a[seed], run) for seed, run in b.items() if seed in a), (self.a.runs[0], self.b.runs[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,89 +71,84 @@ class Evidence:
     over: str
     count: int
     paired: bool
-    shown: bool
     basis: str
     """What it rests on, in words."""
-    caveat: str = ""
+    caveat: str
+    tested: bool | None = None
+    """Whether a test shows a difference; None: the interval alone decides."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether a difference is shown."""
+        return self.estimate.low > 0 or self.estimate.high < 0 if self.tested is None else self.tested
 
 
 def evidence(pair: Pair, key: str) -> Evidence | None:
     """The best there is about a metric; None where a group has no values near the budget."""
-    return _over_seeds(pair, key) or _over_prompts(pair, key) or _over_blocks(pair, key)
+    one_each = _over_prompts if key.startswith("eval/") else _over_blocks
+    return _over_seeds(pair, key) or one_each(pair, key)
 
 
 def comparable(pair: Pair, key: str) -> float:
     """The largest budget from the half on near which all runs were evaluated; of a training metric, and without any,
     the whole budget."""
-    runs = (*pair.a.runs, *pair.b.runs)
-    places = {positions(run, pair.axis).get(step, 0.0) for run in runs for step in run.series(key)[0]}
-    earlier = sorted((x for x in places if pair.budget / 2 <= x < pair.budget), reverse=True)
-    for budget in (pair.budget, *earlier[:MAX_BUDGETS]) if key.startswith("eval/") else ():
-        if all(evaluated_at(run, key, pair.axis, budget) is not None for run in runs):
-            return budget
-    return pair.budget
+    if not key.startswith("eval/"):
+        return pair.budget
+    places = np.unique(np.concatenate([run.axis(pair.axis)[~np.isnan(run.column(key))] for run in pair.runs]))
+    earlier = places[(places >= pair.budget / 2) & (places < pair.budget)][::-1][:MAX_BUDGETS].tolist()
+    near = (
+        budget
+        for budget in (pair.budget, *earlier)
+        if all(evaluated_at(run, key, pair.axis, budget) is not None for run in pair.runs)
+    )
+    return next(near, pair.budget)
 
 
 def _over_seeds(pair: Pair, key: str) -> Evidence | None:
     """Several runs on both sides."""
-    a, b = (
-        {
-            repr(seed): value
-            for seed, run in zip(group.seeds, group.runs, strict=True)
-            if (value := value_at(run, key, pair.axis, pair.budget)) is not None
-        }
-        for group in (pair.a, pair.b)
-    )
+    found = [
+        {seed: value_at(run, key, pair.axis, pair.budget) for seed, run in runs.items()} for runs in pair.by_seed()
+    ]
+    a, b = ({seed: value for seed, value in one.items() if value is not None} for one in found)
     shared = [seed for seed in a if seed in b]
-    if len(shared) >= 2:
-        estimate, p_value = paired_t(np.array([b[seed] - a[seed] for seed in shared]), pair.confidence)
-        basis, paired = f"{len(shared)} paired seeds", True
-    elif min(len(a), len(b)) >= 2:
-        estimate, p_value = welch_t(np.array(list(b.values())), np.array(list(a.values())), pair.confidence)
-        basis, paired = f"{len(a)} and {len(b)} seeds, not paired", False
-    else:
+    count = len(shared) if len(shared) >= 2 else min(len(a), len(b))
+    if count < 2:
         return None
-    count = len(shared) if paired else min(len(a), len(b))
     caveat = "With two seeds only a very large difference can be shown: add seeds." if count == 2 else ""
-    return Evidence(estimate, p_value, "seeds", count, paired, _excludes_zero(estimate), basis, caveat)
+    if len(shared) >= 2:
+        paired = paired_t(np.array([b[seed] - a[seed] for seed in shared]), pair.confidence)
+        return Evidence(*paired, "seeds", count, True, f"{count} paired seeds", caveat)
+    welch = welch_t(np.array([*b.values()]), np.array([*a.values()]), pair.confidence)
+    return Evidence(*welch, "seeds", count, False, f"{len(a)} and {len(b)} seeds, not paired", caveat)
 
 
 def _over_prompts(pair: Pair, key: str) -> Evidence | None:
     """One run on each side, evaluated near the budget: paired over prompts, or from the logged intervals."""
-    if not key.startswith("eval/"):
-        return None
     runs = pair.one_run_each()
-    steps = [step for run in runs if (step := evaluated_at(run, key, pair.axis, pair.budget)) is not None]
-    if len(steps) < 2:
+    places = [(run, at) for run in runs if (at := evaluated_at(run, key, pair.axis, pair.budget)) is not None]
+    if len(places) < 2:
         return None
-    name, column = parts_of(key)
-    files = [run.evaluations.get((step, name)) for run, step in zip(runs, steps, strict=True)]
-    a, b = (per_prompt(file, column) if file else {} for file in files)
+    a, b = (per_prompt(run, key, at) for run, at in places)
     shared = [prompt for prompt in a if prompt in b]
-    caveat = "One run each: another seed may turn out otherwise."
+    basis, caveat = "one run each", "One run each: another seed may turn out otherwise."
     if len(shared) >= 2:
         b_P, a_P = (np.array([one[prompt] for prompt in shared]) for one in (b, a))
         found = compare(b_P, a_P, pair.confidence)
-        basis = f"one run each, paired over {len(shared):,} evaluation prompts"
-        shown = found.shown(pair.confidence)
-        return Evidence(found.difference, found.p_value, "prompts", len(shared), True, shown, basis, caveat)
-    lines = [next(line for line in run.rows if line["step"] == step) for run, step in zip(runs, steps, strict=True)]
-    first, second = (interval(line, key) for line in lines)
-    mean = lines[1][key] - lines[0][key]
-    if first is None or second is None:
-        return Evidence(Estimate(mean, math.nan, math.nan), math.nan, "", 0, False, False, "one run each", caveat)
+        basis += f", paired over {len(shared):,} evaluation prompts"
+        tested = found.shown(pair.confidence)
+        return Evidence(found.difference, found.p_value, "prompts", len(shared), True, basis, caveat, tested)
+    first, second = (float(run.column(key)[at]) for run, at in places)
     # The halves of two intervals add up as their standard errors do: by their squares.
-    half = math.hypot(first[1] - first[0], second[1] - second[0]) / 2
-    basis = "one run each, from the intervals of both over their evaluation prompts"
-    return Evidence(
-        Estimate(mean, mean - half, mean + half), math.nan, "prompts", 0, False, abs(mean) > half, basis, caveat
-    )
+    half = math.hypot(*(high[at] - low[at] for run, at in places for low, high, _ in [interval(run, key)])) / 2
+    estimate = Estimate(second - first, second - first - half, second - first + half)
+    if not estimate.has_interval:
+        return Evidence(estimate, math.nan, "", 0, False, basis, caveat)
+    basis += ", from the intervals of both over their evaluation prompts"
+    return Evidence(estimate, math.nan, "prompts", 0, False, basis, caveat)
 
 
 def _over_blocks(pair: Pair, key: str) -> Evidence | None:
     """One run on each side: the metric in the last part of the budget, block by block."""
-    if key.startswith("eval/"):
-        return None
     ends = [_last_part(run, key, pair.axis, pair.budget) for run in pair.one_run_each()]
     count = min(BLOCKS, *(len(x) for x, _ in ends))
     if not count:
@@ -174,34 +164,34 @@ def _over_blocks(pair: Pair, key: str) -> Evidence | None:
         "One run each, compared by the rewards that they trained on: another seed may turn out otherwise, and an "
         "evaluation (data.eval) or more seeds would tell more."
     )
-    shown = _excludes_zero(estimate)
-    return Evidence(estimate, p_value, "blocks of steps", len(differences), True, shown, basis, caveat)
+    return Evidence(estimate, p_value, "blocks of steps", len(differences), True, basis, caveat)
 
 
 def value_at(run: Run, key: str, axis: str, budget: float) -> float | None:
     """A metric of a run when it had spent a budget. Of an evaluation: that of ``evaluated_at``. Of the training: the
     mean over the last ``LAST_PART`` of the budget. None without values there."""
     if key.startswith("eval/"):
-        step = evaluated_at(run, key, axis, budget)
-        return None if step is None else dict(zip(*run.series(key), strict=True))[step]
+        at = evaluated_at(run, key, axis, budget)
+        return None if at is None else float(run.column(key)[at])
     _, values = _last_part(run, key, axis, budget)
     return float(values.mean()) if len(values) else None
 
 
 def evaluated_at(run: Run, key: str, axis: str, budget: float) -> int | None:
-    """The step of the evaluation nearest to a budget; None if it is more than ``NEAR`` of the budget away."""
-    places = positions(run, axis)
-    near = [(abs(places[step] - budget), step) for step in run.series(key)[0] if step in places]
-    distance, step = min(near, default=(math.inf, 0))
-    return step if distance <= NEAR * budget else None
+    """The row of the evaluation nearest to a budget; None if it is more than ``NEAR`` of the budget away."""
+    distances = np.abs(run.axis(axis) - budget)
+    distances[np.isnan(distances) | np.isnan(run.column(key))] = math.inf
+    at = int(distances.argmin()) if len(distances) else 0
+    return at if len(distances) and distances[at] <= NEAR * budget else None
 
 
-def per_prompt(file: Path, column: str) -> dict[tuple[Any, Any], float]:
-    """The mean of a column for each prompt of a stored table, by the prompt's row in the data set and its text. Null is
-    left out; a prompt without any value has NaN. Empty if the table is damaged, larger than ``MAX_ROWS``, or lacks the
-    column."""
+def per_prompt(run: Run, key: str, at: int) -> dict[tuple[Any, Any], float]:
+    """The mean of a metric for each prompt of the stored evaluation of a row, by the prompt's row in the data set and
+    its text. Null is left out; a prompt without any value has NaN. Empty if the table is missing, damaged, larger than
+    ``MAX_ROWS``, or lacks the column."""
+    name, column = parts_of(key)
     try:
-        table = pyarrow.parquet.ParquetFile(file)
+        table = pyarrow.parquet.ParquetFile(run.evaluations[run.rows[at]["step"], name])
         if table.metadata.num_rows > MAX_ROWS:
             return {}
         read = table.read(columns=["row", "prompt", column])
@@ -213,16 +203,10 @@ def per_prompt(file: Path, column: str) -> dict[tuple[Any, Any], float]:
         return {}
 
 
-def _excludes_zero(estimate: Estimate) -> bool:
-    """Whether there is an interval, and 0 is outside of it."""
-    return estimate.low > 0 or estimate.high < 0
-
-
 def _last_part(run: Run, key: str, axis: str, budget: float) -> tuple[Floats, Floats]:
-    places = positions(run, axis)
-    pairs = [(places[step], value) for step, value in zip(*run.series(key), strict=True) if step in places]
-    kept = [(x, value) for x, value in pairs if (1 - LAST_PART) * budget < x <= budget]
-    return np.array([x for x, _ in kept]), np.array([value for _, value in kept])
+    x, values = run.axis(axis), run.column(key)
+    kept = ((1 - LAST_PART) * budget < x) & (x <= budget) & ~np.isnan(values)
+    return x[kept], values[kept]
 
 
 def _block_means(x: Floats, values: Floats, budget: float, count: int) -> Floats:
@@ -253,9 +237,8 @@ def unequal_evaluations(pair: Pair, key: str) -> str:
     """Why an evaluation metric cannot be compared, in words; empty if it can."""
     if not key.startswith("eval/"):
         return ""
-    runs = (*pair.a.runs, *pair.b.runs)
-    name, _ = parts_of(key)
-    texts = _stored_prompts(pair, key, name)
+    runs, (name, _) = pair.runs, parts_of(key)
+    texts = _stored_prompts(pair, key)
     prompts = _unequal(runs, [f"data.eval.{name}" if name else "data.eval", *(f"data.{one}" for one in PROMPTS)])
     if texts and texts[0].isdisjoint(texts[1]) and not _unequal(runs, ["model.path"]):
         return f"evaluated on different prompts{_named(prompts)}"
@@ -268,9 +251,10 @@ def unequal_evaluations(pair: Pair, key: str) -> str:
 
 def unequal_training(pair: Pair) -> list[str]:
     """The settings of data, sampling and environment that differ: a training reward is then of something else."""
-    runs = (*pair.a.runs, *pair.b.runs)
-    keys = dict.fromkeys(key for run in runs for key in _settings(run) if key.startswith(("data.", "rollout.", "env")))
-    return _unequal(runs, [key for key in keys if not key.startswith(NOT_OF_REWARDS)])
+    keys = dict.fromkeys(
+        key for run in pair.runs for key in _settings(run) if key.startswith(("data.", "rollout.", "env"))
+    )
+    return _unequal(pair.runs, [key for key in keys if not key.startswith(NOT_OF_REWARDS)])
 
 
 def same_rewards(runs: Iterable[Run]) -> bool:
@@ -278,11 +262,10 @@ def same_rewards(runs: Iterable[Run]) -> bool:
     return not _unequal(list(runs), ["reward.functions", "reward.weights"])
 
 
-def _stored_prompts(pair: Pair, key: str, name: str) -> list[set[Any]]:
+def _stored_prompts(pair: Pair, key: str) -> list[set[Any]]:
     """The prompts of stored evaluations near the budget, of one run of each side; empty unless both have some."""
-    steps = ((run, evaluated_at(run, key, pair.axis, pair.budget)) for run in pair.one_run_each())
-    files = [run.evaluations.get((step, name)) for run, step in steps if step is not None]
-    found = [{prompt for _, prompt in per_prompt(file, parts_of(key)[1])} for file in files if file]
+    places = [(run, evaluated_at(run, key, pair.axis, pair.budget)) for run in pair.one_run_each()]
+    found = [{prompt for _, prompt in per_prompt(run, key, at)} for run, at in places if at is not None]
     return found if len(found) == 2 and all(found) else []
 
 
@@ -394,12 +377,10 @@ def _listed(names: Sequence[str]) -> str:
 
 def verdict(a: Group, b: Group, axis: str, confidence: float = 0.95, metric: str | None = None) -> Verdict:
     """Two groups compared at one budget; arguments as of ``verdicts``."""
-    reached = {
-        group.label: min(max(positions(run, axis).values(), default=0.0) for run in group.runs) for group in (a, b)
-    }
-    pair = Pair(a, b, axis, min(reached.values()), confidence)
+    reached = [(group.label, min(_end(run, axis) for run in group.runs)) for group in (a, b)]
+    pair = Pair(a, b, axis, min(budget for _, budget in reached), confidence)
     if not pair.budget:
-        lacking = " and ".join(label for label, budget in reached.items() if not budget)
+        lacking = " and ".join(label for label, budget in reached if not budget)
         return _undecided(pair, metric or "", f"the metrics of {lacking} do not have them")
     unequal = ""
     for key in [metric] if metric else common_metrics(a, b):
@@ -409,9 +390,14 @@ def verdict(a: Group, b: Group, axis: str, confidence: float = 0.95, metric: str
         elif found := evidence(at, key):
             return _verdict(at, key, found, unequal)
     reason = unequal or (f"{metric} has no values there" if metric else "they have no reward there")
-    if not metric and not unequal and not same_rewards((*a.runs, *b.runs)):
+    if not metric and not unequal and not same_rewards(pair.runs):
         reason = "their reward functions or weights differ, and they have no single function in common"
     return _undecided(pair, metric or "", reason)
+
+
+def _end(run: Run, axis: str) -> float:
+    """Where a run ends on an axis; 0: it has no place there."""
+    return float(np.fmax.reduce(run.axis(axis), initial=0.0))
 
 
 def common_metrics(a: Group, b: Group) -> list[str]:
@@ -420,9 +406,9 @@ def common_metrics(a: Group, b: Group) -> list[str]:
     Where the reward functions or their weights differ, sums of rewards mean different things: the rewards of single
     functions take their place, if both have some of the same name.
     """
-    keys = [run.keys() for run in (*a.runs, *b.runs)]
-    shared = [key for key in keys[0] if all(key in others for others in keys[1:])]
-    whole = same_rewards((*a.runs, *b.runs))
+    runs = (*a.runs, *b.runs)
+    shared = [key for key in runs[0].keys() if all(key in run.keys() for run in runs)]  # noqa: SIM118
+    whole = same_rewards(runs)
     found = [key for key in shared if _is_reward(key, whole=whole)]
     return sorted(found, key=lambda key: not key.startswith("eval/"))
 
@@ -446,54 +432,39 @@ def _verdict(pair: Pair, key: str, found: Evidence, unequal: str) -> Verdict:
     sign = -1 if found.shown and mean < 0 else 1
     bounds = sorted((sign * low, sign * high))
     certainty = f"{100 * pair.confidence:g}%: {bounds[0]:.3g} to {bounds[1]:.3g}" if known else "no interval"
-    where = f"at equal {WORDS[pair.axis]} ({pair.budget:,.0f}); {found.basis}"
-    if found.shown and trained_on:
-        text = f"{better} had more {what} than {other} by {abs(mean):.3g} ({certainty}) {where}"
-    elif found.shown:
-        text = f"{better} is better than {other} by {abs(mean):.3g} {what} ({certainty}) {where}"
+    if not found.shown:
+        claim = f"no difference can be claimed: {pair.b.label} minus {pair.a.label} is {mean:.3g} {what}"
+    elif trained_on:
+        claim = f"{better} had more {what} than {other} by {abs(mean):.3g}"
     else:
-        text = f"no difference can be claimed: {pair.b.label} minus {pair.a.label} is {mean:.3g} {what} "
-        text += f"({certainty}) {where}"
+        claim = f"{better} is better than {other} by {abs(mean):.3g} {what}"
     machines = _machines(pair) if pair.axis == "seconds" else []
     said = [f"The evaluations cannot be compared: {unequal}."] * bool(unequal)
     if differ:
         said.append(f"They trained under different settings ({', '.join(differ[:5])}): more reward is no better model.")
     said += [f"The runs were made on different machines ({'; '.join(machines)})."] * (len(machines) > 1)
-    return Verdict(
-        a=pair.a.label,
-        b=pair.b.label,
-        axis=pair.axis,
-        budget=pair.budget,
-        metric=key,
+    text = f"{claim} ({certainty}) at equal {WORDS[pair.axis]} ({pair.budget:,.0f}); {found.basis}"
+    return replace(
+        _undecided(pair, key, ""),
+        text=text,
+        caveat=" ".join([*said, found.caveat]).strip(),
         difference=mean,
         low=low if known else None,
         high=high if known else None,
         p_value=None if math.isnan(found.p_value) else found.p_value,
-        confidence=pair.confidence,
-        over=found.over,
-        count=found.count,
-        paired=found.paired,
         better=better if found.shown and not trained_on else None,
-        text=text,
-        caveat=" ".join([*said, found.caveat]).strip(),
+        **{name: getattr(found, name) for name in ("over", "count", "paired")},
     )
 
 
 def _undecided(pair: Pair, key: str, reason: str) -> Verdict:
-    text = f"{pair.a.label} and {pair.b.label} cannot be compared at equal {WORDS[pair.axis]}: {reason}"
-    return Verdict(
-        a=pair.a.label,
-        b=pair.b.label,
-        axis=pair.axis,
-        budget=pair.budget,
-        metric=key,
-        confidence=pair.confidence,
-        text=text,
-    )
+    a, b, axis, budget, confidence = pair.a.label, pair.b.label, pair.axis, pair.budget, pair.confidence
+    text = f"{a} and {b} cannot be compared at equal {WORDS[axis]}: {reason}"
+    return Verdict(a=a, b=b, axis=axis, budget=budget, metric=key, confidence=confidence, text=text)
 
 
 def _machines(pair: Pair) -> list[str]:
     """The machines that the runs were started on, as far as they are recorded."""
-    facts = [start.get("facts") for run in (*pair.a.runs, *pair.b.runs) for start in run.starts]
+    facts = [start.get("facts") for run in pair.runs for start in run.starts]
     names = (f"{one.get('machine')}, {one.get('threads')} threads" for one in facts if isinstance(one, dict))
     return list(dict.fromkeys(name[:80] for name in names))

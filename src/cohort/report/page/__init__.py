@@ -1,3 +1,3 @@
 """``report.html``: one file that shows a run without network or server."""
 
-from cohort.report.page.write import write_report
+from cohort.report.page.page import write_report

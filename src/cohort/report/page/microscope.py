@@ -1,23 +1,25 @@
-"""What the microscope shows: groups of completions, packed until the page is full."""
+"""What the microscope shows: groups of completions with every token, packed until the page is full."""
 
 from __future__ import annotations
 
+import base64
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 from numpy.typing import NDArray
 
 from cohort.errors import RunFolderError
-from cohort.report.page.blocks import NO_CAUSE, clipped, pack
 from cohort.report.rollouts import StoredStep
 from cohort.runs.reader import Run
+
+Record: TypeAlias = dict[str, Any]
+"""A completion: a row of a stored step, or what the page has of it."""
 
 # ----------------------------------------
 # The texts of tokens, from ``tokenizer.json``. The file is read as data: no tokenizer is made, no code is run.
@@ -25,8 +27,6 @@ from cohort.runs.reader import Run
 
 MAX_TOKENIZER = 1 << 27
 """Bytes of a tokenizer.json that is read."""
-Piece: TypeAlias = str | list[int]
-"""The text of a token, or its bytes if they are not UTF-8 by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,12 @@ class Vocabulary:
     """End tokens, markers of turns and the like, which the decoded text leaves out."""
 
     def of(self, ids: Iterable[int]) -> dict[str, list[Any]]:
-        """What the page needs to spell these ids."""
+        """What the page needs to spell these ids: the text of each, or its bytes if they are not UTF-8 by
+        themselves."""
         known = [one for one in sorted(set(ids)) if one in self.pieces]
-        return {
-            "ids": known,
-            "pieces": [_piece(self.pieces[one]) for one in known],
-            "special": [one for one in known if one in self.special],
-        }
+        pieces = [self.pieces[one] for one in known]
+        spelled = [text if "\ufffd" not in (text := one.decode("utf-8", "replace")) else list(one) for one in pieces]
+        return {"ids": known, "pieces": spelled, "special": [one for one in known if one in self.special]}
 
 
 def find_vocabulary(history: Run) -> Vocabulary | None:
@@ -61,41 +60,21 @@ def find_vocabulary(history: Run) -> Vocabulary | None:
 
 
 def read_vocabulary(tokenizer: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary of a parsed ``tokenizer.json``.
+    """The vocabulary of a parsed ``tokenizer.json`` whose tokens are byte-level (GPT-2) or SentencePiece's; those of
+    other kinds are shown as the vocabulary has them.
 
     Raises:
         ValueError, TypeError, LookupError, AttributeError: it has another form.
     """
-    model, added = tokenizer["model"], tokenizer.get("added_tokens") or []
-    entries = model["vocab"]
-    texts = {int(number): str(text) for text, number in entries.items()} if isinstance(entries, dict) else {}
+    entries, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or []
     if isinstance(entries, list):  # Unigram: texts with their scores, in the order of the ids
-        texts = {number: str(entry[0]) for number, entry in enumerate(entries)}
-    decode = _decoder(tokenizer.get("decoder") or {})
-    pieces = {number: decode(text) for number, text in texts.items()}
+        entries = {entry[0]: number for number, entry in enumerate(entries)}
+    decoder = tokenizer.get("decoder") or {}
+    kinds = [part.get("type") for part in (decoder, *(decoder.get("decoders") or []))]
+    to_bytes = _from_byte_level if "ByteLevel" in kinds else _from_sentencepiece
+    pieces = {int(number): to_bytes(str(text)) for text, number in entries.items()}
     pieces |= {int(token["id"]): _utf8(str(token["content"])) for token in added}
     return Vocabulary(pieces, frozenset(int(token["id"]) for token in added if token.get("special")))
-
-
-def _decoder(decoder: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """What makes bytes of a token as the vocabulary has it."""
-    parts = [decoder, *(decoder.get("decoders") or [])]
-    kinds = {part.get("type") for part in parts}
-    if "ByteLevel" in kinds:
-        return _from_byte_level
-    if "WordPiece" in kinds:
-        prefix = next((str(part.get("prefix")) for part in parts if part.get("prefix")), "##")
-        return lambda text: _utf8(text.removeprefix(prefix) if text.startswith(prefix) else f" {text}")
-    space = "▁" if kinds & {"Metaspace", "Replace", "ByteFallback"} else ""
-    suffix = next((str(part.get("suffix")) for part in parts if part.get("type") == "BPEDecoder"), "")
-
-    def decode(text: str) -> bytes:
-        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-            return bytes([int(text[3:5], 16)])
-        text = text.replace(space, " ") if space else text
-        return _utf8(f"{text.removesuffix(suffix)} " if suffix and text.endswith(suffix) else text)
-
-    return decode
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -112,113 +91,97 @@ def _from_byte_level(text: str) -> bytes:
     return b"".join(bytes([BYTES[letter]]) if letter in BYTES else _utf8(letter) for letter in text)
 
 
+def _from_sentencepiece(text: str) -> bytes:
+    is_byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+    return bytes([int(text[3:5], 16)]) if is_byte else _utf8(text.replace("▁", " "))
+
+
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def _piece(text: bytes) -> Piece:
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return list(text)
-
-
 # ----------------------------------------
-# Which steps and groups of a run the page embeds. Steps are chosen by the metrics alone: no table is read for it.
+# Which steps, groups and completions of a run the page embeds, the most telling first, and why. Steps are chosen by the
+# metrics alone: no table is read for it.
 
 
 MAX_STEPS = 60
+CHOICE = (
+    "Steps: the last, the first, those at which findings begin, those with the extremes of the reward, of the gradient "
+    "norm and of update_kl, then steps at even distances. Groups of a step: the largest differences of rewards, the "
+    "highest and the lowest mean reward, equal rewards, the most truncated completions, then in order, until the page "
+    "is full."
+)
+"""How a sample is chosen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A step or a group, and why it is in the sample."""
-
-    number: int
-    why: str
-
-
-def choose_steps(history: Run, begins: Mapping[int, str], limit: int = MAX_STEPS) -> list[Chosen]:
-    """Steps with stored completions, the most telling first: the last, the first, those at which findings begin, those
-    with the extremes of some metrics, then steps at even distances.
-
-    Args:
-        history: the run.
-        begins: steps at which findings begin, and which.
-        limit: how many steps.
-    """
-    stored = list(history.rollouts)
-    if not stored:
-        return []
-    found: dict[int, str] = {stored[-1]: "last", stored[0]: "first"}
-    for step, words in begins.items():
-        if step in history.rollouts:
-            found.setdefault(step, words)
+def choose_steps(history: Run, begins: Mapping[int, str], limit: int = MAX_STEPS) -> dict[int, str]:
+    """Steps with stored completions: the last, the first, those at which findings begin (``begins``: which), those with
+    the extremes of some metrics, then steps at even distances."""
+    stored = history.rollouts.keys()
+    reasons = [(max(stored), "last"), (min(stored), "first"), *begins.items()] if stored else []
     for key, words in (("reward/mean", "reward"), ("grad_norm", "gradient norm"), ("update_kl", "update KL")):
-        pairs = [(v, s) for s, v in zip(*history.series(key), strict=True) if s in history.rollouts]
+        pairs = [(value, step) for step, value in zip(*history.series(key), strict=True) if step in stored]
         if pairs and min(pairs)[0] < max(pairs)[0]:
-            found.setdefault(max(pairs)[1], f"highest {words}")
-            if key == "reward/mean":
-                found.setdefault(min(pairs)[1], f"lowest {words}")
-    found = dict(list(found.items())[:limit])
-    even = f"every {math.ceil(len(stored) / limit)} steps" if len(stored) > limit else "in order"
-    spare = limit - len(found)
+            reasons.append((max(pairs)[1], f"highest {words}"))
+            reasons += [(min(pairs)[1], f"lowest {words}")] * (key == "reward/mean")
+    found: dict[int, str] = {}
+    for step, why in reasons:
+        if step in stored and len(found) < limit:
+            found.setdefault(step, why)
     rest = [step for step in stored if step not in found]
-    for place in range(min(spare, len(rest))):
-        found[rest[place * len(rest) // min(spare, len(rest))]] = "evenly spaced" if len(rest) > spare else even
-    return [Chosen(step, why) for step, why in found.items()]
+    spare = min(limit - len(found), len(rest))
+    why = "evenly spaced" if len(rest) > spare else "in order"
+    return found | {rest[place * len(rest) // spare]: why for place in range(spare)}
 
 
-def rank_groups(groups: Sequence[int], rewards: Sequence[float | None], cut: Sequence[bool]) -> list[Chosen]:
-    """The groups of a step, the most telling first: the most varied, highest and lowest reward, equal rewards, most
-    truncated, then in order.
-
-    Args:
-        groups: the group of each completion.
-        rewards: the reward of each completion; None: not scored.
-        cut: whether the length limit truncated it.
-    """
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    scored = {group: [r for row in rows if (r := rewards[row]) is not None] for group, rows in members.items()}
+def choose_groups(records: Sequence[Record]) -> dict[int, str]:
+    """The groups of a step: the most varied, highest and lowest reward, equal rewards, most truncated, then in order.
+    A record has ``group``, ``reward`` (None: not scored) and ``finish_reason``."""
+    scored: dict[int, list[float]] = {record["group"]: [] for record in records}
+    truncated = dict.fromkeys(scored, 0)
+    for record in records:
+        truncated[record["group"]] += record["finish_reason"] == "length"
+        scored[record["group"]] += [] if record["reward"] is None else [record["reward"]]
+    if len(scored) == 1:
+        return dict.fromkeys(scored, "the only group")
     mean = {group: math.fsum(some) / len(some) for group, some in scored.items() if some}
     spread = {group: max(scored[group]) - min(scored[group]) for group in mean}
-    truncated = {group: sum(cut[row] for row in rows) for group, rows in members.items()}
     found: dict[int, str] = {}
-    if len(members) > 1 and mean:
-        if max(spread.values()) > 0:
-            found.setdefault(max(spread, key=lambda group: spread[group]), "rewards differ most")
+    if any(spread.values()):
+        found[max(spread, key=lambda group: spread[group])] = "rewards differ most"
+    if mean:
         found.setdefault(max(mean, key=lambda group: mean[group]), "highest reward")
         found.setdefault(min(mean, key=lambda group: mean[group]), "lowest reward")
         equal = [group for group in mean if spread[group] == 0 and group not in found]
         found |= dict.fromkeys(equal[:1], "all rewards equal")
-        if max(truncated.values()):
+        if any(truncated.values()):
             found.setdefault(max(truncated, key=lambda group: truncated[group]), "most truncated")
-    found |= {group: "in order" if len(members) > 1 else "the only group" for group in members if group not in found}
-    return [Chosen(group, why) for group, why in found.items()]
+    return found | {group: "in order" for group in scored if group not in found}
 
 
 def choose_completions(rewards: Sequence[float | None], lengths: Sequence[int], max_tokens: int) -> list[int]:
     """Completions of a group in order, as many as have ``max_tokens`` together, but at least two: the best and the
     worst in turn, then those without a reward."""
     known = sorted((row for row, one in enumerate(rewards) if one is not None), key=lambda row: -(rewards[row] or 0.0))
-    unknown = [row for row, one in enumerate(rewards) if one is None]
     turns = [known[place // 2] if place % 2 == 0 else known[-1 - place // 2] for place in range(len(known))]
-    chosen: list[int] = []
-    total = 0
-    for row in [*turns, *unknown]:
-        total += lengths[row]
-        if len(chosen) >= 2 and total > max_tokens:
-            break
-        chosen.append(row)
-    return sorted(chosen)
+    turns += [row for row, one in enumerate(rewards) if one is None]
+    sums = np.cumsum([lengths[row] for row in turns])
+    return sorted(row for place, row in enumerate(turns) if place < 2 or sums[place] <= max_tokens)
 
 
 # ----------------------------------------
-# One group of completions with every token, packed from the columns of a stored step.
+# One group of completions with every token, as one deflated block of text, numbers and token arrays:
+#
+#     uint32       length of the header, little-endian as everything here
+#     header       JSON: prompt, completions, token texts, and ``arrays`` as [name, kind, count] in order
+#     arrays       kind u1: bytes; i4, f4: the numbers' lowest bytes, then their second bytes, ... (it deflates better)
+#
+# Floats keep 16 significant bits: five digits are shown at most.
 
 
+MAX_TEXT = 200_000
+"""Characters of a text that is embedded."""
 MAX_GROUP_TOKENS = 48_000
 HEAD, TAIL = 16_000, 4_000
 """Tokens at the beginning and the end of a completion that are embedded of one that has more."""
@@ -228,36 +191,50 @@ STORED = {
     **{name: name for name in ("policy_coefficient", "kl_coefficient")},
 }
 """Columns with a number for each drawn token, by name in the page."""
-ARRAYS = ("token_ids", "drawn", "turn_lengths", *STORED.values())
-_Arrays: TypeAlias = Mapping[str, Sequence[NDArray[Any] | None]]
-"""The columns of lists of a step by name, an array for each row."""
-PLAIN = (
+SHOWN = (
     *("group", "row", "source", "prompt", "completion", "finish_reason", "reward", "advantage"),
     *("weights_version", "messages", "environment_reward", "episode_error", "reward_error"),
+    *("token_ids", "drawn", "turn_lengths", "no_gradient", *STORED.values()),
 )
-PREFIXED = ("rewards/", "extra/")
 MAX_PREFIXED = 100
 """Columns of rewards and logged values that are shown."""
+NO_CAUSE = 255
+Arrays: TypeAlias = dict[str, NDArray[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class PackedGroup:
-    """A group, packed, and what the filters need of it."""
+def pack(header: Mapping[str, Any], arrays: Arrays) -> str:
+    """Base64 of a deflated block.
 
-    group: Chosen
-    block: str
-    rows: list[tuple[int, float | None, int, str, int]]
-    """Number in the group from 1, reward, length, finish reason and clipped tokens of each completion."""
+    Args:
+        header: plain values.
+        arrays: flat; bool and uint8 become u1, integers i4, floats f4.
+    """
+    parts, listed = [], []
+    for name, array in arrays.items():
+        kind = "u1" if array.dtype.itemsize == 1 else "i4" if array.dtype.kind in "iu" else "f4"
+        listed.append([name, kind, len(array)])
+        if kind == "u1":
+            parts.append(array.astype(np.uint8).tobytes())
+        else:
+            words = array.astype(f"<{kind}").view(np.uint32) & np.uint32(0xFFFFFF00 if kind == "f4" else 0xFFFFFFFF)
+            parts.append(words.view(np.uint8).reshape(-1, 4).T.tobytes())
+    text = plain_json({**header, "arrays": listed}).encode()
+    block = len(text).to_bytes(4, "little") + text + b"".join(parts)
+    return base64.b64encode(zlib.compress(block, 6)).decode()
 
 
-def shown_columns(path: Path) -> list[str]:
-    """The columns of a file that the page shows; none if it cannot be read, which the reader then says."""
-    try:
-        names = pyarrow.parquet.read_schema(path).names
-    except (OSError, ValueError, pyarrow.ArrowException):
-        return []
-    prefixed = [name for name in names if name.startswith(PREFIXED)][:MAX_PREFIXED]
-    return [name for name in names if name in (*PLAIN, *ARRAYS, "no_gradient")] + prefixed
+def plain_json(value: Any) -> str:
+    """JSON without lone surrogates, which UTF-8 cannot hold, and without NaN, which JSON cannot."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace").decode()
+
+
+def clipped(text: Any, limit: int = MAX_TEXT) -> str:
+    """A text of at most ``limit`` characters, whose middle is left out if it is longer; empty for None."""
+    whole, half = "" if text is None else str(text), limit // 2
+    if len(whole) <= limit:
+        return whole
+    return f"{whole[:half]}\n[{len(whole) - 2 * half:,} characters left out of this page]\n{whole[-half:]}"
 
 
 def number(value: Any) -> float | None:
@@ -266,53 +243,97 @@ def number(value: Any) -> float | None:
 
 
 def pack_group(
-    table: pyarrow.Table, columns: _Arrays, rows: Sequence[int], group: Chosen, vocabulary: Vocabulary | None
-) -> PackedGroup:
-    """Pack some rows of a stored step as one group."""
-    names = [name for name in table.column_names if name in (*PLAIN, "no_gradient") or name.startswith(PREFIXED)]
-    together = rows[-1] - rows[0] == len(rows) - 1  # as they are written
-    part = table.select(names)
-    records = (part.slice(rows[0], len(rows)) if together else part.take(rows)).to_pylist()
-    lengths = [min(HEAD + TAIL, len(_list(columns, "token_ids", row, ()))) for row in rows]
-    kept = choose_completions([number(one.get("reward")) for one in records], lengths, MAX_GROUP_TOKENS)
-    tokens = _Tokens(columns)
-    completions = [{**_describe(records[at]), "number": at + 1, **tokens.add(rows[at], records[at])} for at in kept]
+    group: int, records: Sequence[Record], vocabulary: Vocabulary | None
+) -> tuple[str, list[tuple[Any, ...]]]:
+    """The block of a group, and ``FILTERED`` of the completions in it."""
+    lengths = [min(HEAD + TAIL, len(record.get("token_ids") or ())) for record in records]
+    kept = choose_completions([number(record.get("reward")) for record in records], lengths, MAX_GROUP_TOKENS)
+    causes: list[str] = []
+    found = [_tokens(records[at], causes) for at in kept]
+    whole = {name: np.concatenate([arrays[name] for _, arrays in found]) for name in found[0][1]}
+    ends = np.cumsum([0, *(len(arrays["ids"]) for _, arrays in found)]).tolist()
+    completions = [
+        {**_describe(records[at]), "number": at + 1, "t": [start, end], **tokens}
+        for at, start, end, (tokens, _) in zip(kept, ends[:-1], ends[1:], found, strict=True)
+    ]
+    if whole["drawn"].all():  # turns without answers between them are not told apart
+        completions = [one | {"turns": []} for one in completions]
+    first, left_out = records[0], f"{len(kept)} of the group's {len(records)} completions are in this page."
     header = {
-        "group": group.number,
-        "row": records[0].get("row"),
-        "source": str(records[0].get("source") or ""),
-        "prompt": clipped(str(records[0].get("prompt") or "")),
+        "group": group,
+        "row": first.get("row"),
+        "source": clipped(first.get("source")),
+        "prompt": clipped(first.get("prompt")),
         "completions": completions,
-        "causes": tokens.causes,
-        "vocabulary": vocabulary and vocabulary.of(tokens.ids()),
-        "notes": [f"{len(kept)} of the group's {len(rows)} completions are in this page."]
-        if len(kept) < len(rows)
-        else [],
+        "causes": causes,
+        "vocabulary": vocabulary and vocabulary.of(np.unique(whole["ids"]).tolist()),
+        "notes": [left_out] if len(kept) < len(records) else [],
     }
-    summary = [(one["number"], one["reward"], one["drawn"], one["finish"], one.pop("clipped")) for one in completions]
-    return PackedGroup(group, pack(header, tokens.arrays()), summary)
+    silent = {"drawn": whole["drawn"].all(), "no_gradient": not causes}  # and numbers that no completion has
+    silent |= {name: np.isnan(whole[name]).all() for name in STORED}
+    block = pack(header, {name: array for name, array in whole.items() if not silent.get(name)})
+    return block, [tuple(one[name] for name in FILTERED) for one in completions]
 
 
-def _describe(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A completion without its tokens, in plain values."""
-    found: dict[str, Any] = {
-        "text": clipped(str(record.get("completion") or "")),
-        "finish": str(record.get("finish_reason") or "unknown")[:40],
-        "reward": number(record.get("reward")),
-        "advantage": number(record.get("advantage")),
-        "rewards": {key[8:][:80]: number(one) for key, one in record.items() if key.startswith("rewards/")},
-        "details": [[key[6:86], clipped(str(one), 400)] for key, one in record.items() if _is_detail(key, one)],
-        "error": clipped(str(record.get("episode_error") or record.get("reward_error") or ""), 2_000),
+def _tokens(record: Record, causes: list[str]) -> tuple[dict[str, Any], Arrays]:
+    """The tokens of a completion in words and as arrays; causes that are not known yet are added to the list."""
+    ids = np.array(record.get("token_ids") or (), np.float64)
+    drawn = np.array(record.get("drawn") or np.ones(len(ids)), np.bool_)
+    kept_T = np.ones(len(ids), np.bool_)
+    kept_T[HEAD : len(ids) - TAIL] = len(ids) <= HEAD + TAIL
+    kept_N = kept_T[drawn]
+    arrays = {"ids": np.clip(ids[kept_T], -1, 2**31 - 1).astype(np.int32), "drawn": drawn[kept_T]}
+    numbers = dict(record)
+    if "token_advantages" not in record and record.get("advantage") is not None:  # one for all tokens
+        numbers["token_advantages"] = [record["advantage"]] * len(kept_N)
+    for name, column in STORED.items():
+        values = numbers.get(column)
+        values = [math.nan] * len(kept_N) if values is None or len(values) != len(kept_N) else values
+        with np.errstate(over="ignore"):
+            arrays[name] = np.array(values, np.float64)[kept_N].astype(np.float32)
+    given = record.get("no_gradient")
+    given = given if given and len(given) == len(kept_N) else [None] * len(kept_N)
+    causes += [one for one in dict.fromkeys(given) if one is not None and one not in causes][: NO_CAUSE - len(causes)]
+    codes = {one: code for code, one in enumerate(causes)}
+    arrays["no_gradient"] = np.array([codes.get(one, NO_CAUSE) for one in given], np.uint8)[kept_N]
+    words = {
+        "tokens": len(ids),
+        "drawn": len(kept_N),
+        "gap": None if len(ids) <= HEAD + TAIL else [HEAD, len(ids) - HEAD - TAIL],
+        "turns": _turns(record.get("turn_lengths") or (), drawn, np.flatnonzero(kept_T)),
+        "clipped": sum(one is not None and one.startswith("clipped") for one in given),
     }
-    if (environment := number(record.get("environment_reward"))) is not None:
-        found["rewards"]["environment"] = environment
-    if (messages := _messages(record.get("messages"))) is not None:
-        found["messages"] = messages
+    return words, arrays
+
+
+def _turns(lengths: Sequence[int], drawn_T: NDArray[np.bool_], kept_K: NDArray[np.int64]) -> list[tuple[int, str]]:
+    """Where turns of an episode, and answers that the policy read, begin among the tokens that are embedded."""
+    turn_T = np.zeros(len(drawn_T), np.int64)  # 0: given
+    turn_T[drawn_T] = 1 + np.searchsorted(np.cumsum(lengths), np.arange(drawn_T.sum()), side="right")
+    turn_K, last_K = turn_T[kept_K], np.where(kept_K > 0, turn_T[kept_K - 1], 0)
+    found = []
+    for at in np.flatnonzero((turn_K != last_K) | (np.diff(kept_K, prepend=-1) > 1)).tolist():
+        drawn = f"turn {turn_K[at]}, drawn by the policy" + (", goes on" if turn_K[at] == last_K[at] else "")
+        found.append((at, drawn if turn_K[at] else "answer, not drawn by the policy"))
     return found
 
 
-def _is_detail(key: str, value: Any) -> bool:
-    return key.startswith("extra/") and value is not None
+def _describe(record: Record) -> dict[str, Any]:
+    """A completion without its tokens, in plain values."""
+    rewards = {key[8:][:80]: number(one) for key, one in record.items() if key.startswith("rewards/")}
+    if (environment := number(record.get("environment_reward"))) is not None:
+        rewards["environment"] = environment
+    extra = [(key[6:86], one) for key, one in record.items() if key.startswith("extra/") and one is not None]
+    return {
+        "text": clipped(record.get("completion")),
+        "finish": clipped(record.get("finish_reason") or "unknown")[:40],
+        "reward": number(record.get("reward")),
+        "advantage": number(record.get("advantage")),
+        "rewards": rewards,
+        "details": [[name, clipped(one, 400)] for name, one in extra],
+        "error": clipped(record.get("episode_error") or record.get("reward_error"), 2_000),
+        "messages": _messages(record.get("messages")),
+    }
 
 
 def _messages(text: Any) -> list[dict[str, Any]] | None:
@@ -320,10 +341,8 @@ def _messages(text: Any) -> list[dict[str, Any]] | None:
     try:
         return [
             {
-                "role": str(one.get("role") or "")[:40],
-                "content": clipped(
-                    one["content"] if isinstance(one.get("content"), str) else _json(one.get("content"))
-                ),
+                "role": clipped(one.get("role"))[:40],
+                "content": clipped(content if isinstance(content := one.get("content"), str) else _json(content)),
                 "calls": [clipped(_json(call), 4_000) for call in one.get("tool_calls") or []],
             }
             for one in json.loads(text)[:200]
@@ -336,134 +355,71 @@ def _json(value: Any) -> str:
     return "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _list(columns: _Arrays, name: str, row: int, default: Any = None) -> Any:
-    """An entry of a column of lists; the default if the table lacks the column or the entry is null."""
-    found = columns[name][row] if name in columns else None
-    return default if found is None else found
-
-
-class _Tokens:
-    """Collects the token arrays of a group, completion by completion."""
-
-    def __init__(self, columns: _Arrays) -> None:
-        self._columns = columns
-        self._ids: list[NDArray[np.int32]] = []
-        self._drawn: list[NDArray[np.bool_]] = []
-        known = {name for name, column in STORED.items() if column in columns} | {"advantage"}
-        self._numbers: dict[str, list[NDArray[np.float32]]] = {name: [] for name in STORED if name in known}
-        self._causes: list[NDArray[np.uint8]] = []
-        self.causes: list[str] = []
-        self._t, self._n = 0, 0
-
-    def add(self, row: int, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the tokens of a row; returns where they are."""
-        ids = np.asarray(_list(self._columns, "token_ids", row, ()))
-        drawn = np.asarray(_list(self._columns, "drawn", row, ()), np.bool_)
-        drawn = drawn if len(drawn) == len(ids) else np.ones(len(ids), np.bool_)
-        kept_T = np.ones(len(ids), np.bool_)
-        if len(ids) > HEAD + TAIL:
-            kept_T[HEAD:-TAIL] = False
-        kept_N = kept_T[drawn]
-        self._ids.append(np.clip(np.nan_to_num(ids[kept_T], nan=-1), -1, 2**31 - 1).astype(np.int32))
-        self._drawn.append(drawn[kept_T])
-        t, n = self._t, self._n
-        self._t, self._n = t + len(self._ids[-1]), n + int(kept_N.sum())
-        self._add_numbers(row, kept_N, number(record.get("advantage")))
-        return {
-            "t": [t, self._t],
-            "n": [n, self._n],
-            "tokens": len(ids),
-            "drawn": len(kept_N),
-            "gap": None if len(ids) <= HEAD + TAIL else [HEAD, len(ids) - HEAD - TAIL],
-            "turns": [int(one) for one in _list(self._columns, "turn_lengths", row, ())[:1000]] or None,
-            "clipped": self._add_causes(record.get("no_gradient"), kept_N),
-        }
-
-    def _add_numbers(self, row: int, kept_N: NDArray[np.bool_], advantage: float | None) -> None:
-        """Add the numbers of all columns; NaN where a column has none for this completion."""
-        for name, parts in self._numbers.items():
-            values = _list(self._columns, STORED[name], row)
-            if name == "advantage" and STORED[name] not in self._columns:  # one for all tokens of the completion
-                values = np.full(len(kept_N), np.nan if advantage is None else advantage)
-            if values is None or len(values) != len(kept_N):
-                values = np.full(len(kept_N), np.nan)
-            with np.errstate(over="ignore"):
-                parts.append(values[kept_N].astype(np.float32))
-
-    def _add_causes(self, causes: Sequence[str | None] | None, kept_N: NDArray[np.bool_]) -> int:
-        """Add why tokens have no gradient; returns how many the trust region clipped."""
-        codes = np.full(len(kept_N), NO_CAUSE, np.uint8)
-        if causes is not None and len(causes) == len(kept_N):
-            for name in {one for one in causes if one is not None}:
-                if name not in self.causes and len(self.causes) < NO_CAUSE:
-                    self.causes.append(name)
-            numbers = {name: code for code, name in enumerate(self.causes)}
-            codes = np.fromiter((numbers.get(one or "", NO_CAUSE) for one in causes), np.uint8, len(causes))
-        self._causes.append(codes[kept_N])
-        return sum(one is not None and one.startswith("clipped") for one in causes or ())
-
-    def ids(self) -> Iterator[int]:
-        """All token ids."""
-        return (int(one) for one in np.unique(np.concatenate(self._ids)))
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays of the block: those that say something."""
-        drawn = np.concatenate(self._drawn)
-        found: dict[str, NDArray[Any]] = {"ids": np.concatenate(self._ids)} | ({} if drawn.all() else {"drawn": drawn})
-        numbers = {name: np.concatenate(parts) for name, parts in self._numbers.items()}
-        found |= {name: values for name, values in numbers.items() if not np.isnan(values).all()}
-        return found | ({"no_gradient": np.concatenate(self._causes)} if self.causes else {})
+# ----------------------------------------
+# The sample of a run.
 
 
 MAX_BLOCKS = 11_000_000
 """Characters of all blocks: the page stays under 20 MB with everything else."""
+QUANTITIES = tuple(
+    dict(zip(("key", "label", "scale", "about"), row, strict=True))
+    for row in (
+        ("advantage", "Advantage", "diverging",
+         "How much better the completion is than its group, as the update weighs it."),
+        ("coefficient", "Coefficient", "diverging",
+         "Weight of the token's score in the gradient, KL term included."),
+        ("ratio", "Ratio", "ratio",
+         "Probability under the current policy over that under the policy of objective.ratio_anchor."),
+        ("kl", "KL to reference", "positive", "k3 estimate of KL(current || reference) at this token, in nats."),
+        ("entropy", "Entropy", "positive", "Entropy of the policy's distribution at this token, in nats."),
+        ("sampler_logps", "Log-prob: sampler", "negative", "Under the distribution that the token was drawn from."),
+        ("old_logps", "Log-prob: old policy", "negative",
+         "Under the policy that sampled, as the trainer computes it."),
+        ("logps", "Log-prob: current policy", "negative",
+         "Under the policy of the first update that used the token."),
+        ("ref_logps", "Log-prob: reference", "negative", "Under the reference policy of the KL term."),
+        ("gap", "Sampler gap", "diverging", "Log-prob of the old policy minus that of the sampler."),
+    )
+)  # fmt: skip
+"""What a token can be coloured by. The browser computes ``kl``, ``gap`` and ``coefficient`` from the stored columns."""
+CAUSES = {
+    "masked": "the completion reached the length limit, and objective.truncated masks such completions",
+    "no_advantage": "the advantage is 0",
+    "low_entropy": "the token is not among the objective.top_entropy tokens",
+    "mismatch": "a mismatch rule dropped it, because sampler and trainer differ",
+    "off_policy": "the off-policy mask dropped its completion",
+    "clipped_low": "the trust region clipped it at a low ratio",
+    "clipped_high": "the trust region clipped it at a high ratio",
+    "vanished": "the multiplier of the trust region is 0",
+    "held": "",
+}
+"""Why a token has no policy gradient. ``held`` is the exception: it has one, with a clamped log-ratio."""
 
-QUANTITIES = (
-    (
-        "advantage",
-        "Advantage",
-        "diverging",
-        "How much better the completion is than its group, as the update weighs it.",
-    ),
-    ("coefficient", "Coefficient", "diverging", "Weight of the token's score in the gradient, KL term included."),
-    (
-        "ratio",
-        "Ratio",
-        "ratio",
-        "Probability under the current policy over that under the policy of objective.ratio_anchor.",
-    ),
-    ("kl", "KL to reference", "positive", "k3 estimate of KL(current || reference) at this token, in nats."),
-    ("entropy", "Entropy", "positive", "Entropy of the policy's distribution at this token, in nats."),
-    ("sampler_logps", "Log-prob: sampler", "negative", "Under the distribution that the token was drawn from."),
-    ("old_logps", "Log-prob: old policy", "negative", "Under the policy that sampled, as the trainer computes it."),
-    ("logps", "Log-prob: current policy", "negative", "Under the policy of the first update that used the token."),
-    ("ref_logps", "Log-prob: reference", "negative", "Under the reference policy of the KL term."),
-    ("gap", "Sampler gap", "diverging", "Log-prob of the old policy minus that of the sampler."),
-)
-"""Key, label, scale and meaning of what a token can be coloured by. ``kl``, ``gap`` and ``coefficient`` follow from the
-stored columns in the browser."""
+
+Groups: TypeAlias = dict[int, tuple[str, str, list[tuple[Any, ...]]]]
+"""Groups of a step: why each was chosen, its block, and ``FILTERED`` of its completions."""
+FILTERED = ("number", "reward", "drawn", "finish", "clipped")
 
 
 @dataclass
 class Microscope:
     """The embedded sample."""
 
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]]
+    """``step`` and ``why``."""
+    groups: list[dict[str, Any]]
     """``step``, ``group`` and ``why`` of each block."""
-    blocks: list[str] = field(default_factory=list)
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    completions: dict[str, list[Any]] = field(default_factory=dict)
-    """Columns for the filters: block, place in it, number in the group, reward, length, index of finish reason, clipped
-    tokens."""
-    finishes: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    completions: dict[str, list[Any]]
+    """For the filters: ``group`` (the block), ``at`` (the place in it), and ``FILTERED``."""
+    blocks: list[str]
+    notes: list[str]
     """What the sample is and what could not be read, in words."""
-    choice: str = ""
+    choice: str
     """How the sample was chosen; empty if it is everything."""
 
     def data(self) -> dict[str, Any]:
         """What the script of the page needs, besides the blocks."""
-        return {name: getattr(self, name) for name in ("groups", "steps", "completions", "finishes")}
+        return {"steps": self.steps, "groups": self.groups, "completions": self.completions}
 
 
 def build_microscope(history: Run, begins: Mapping[int, str], space: int = MAX_BLOCKS) -> Microscope:
@@ -474,99 +430,71 @@ def build_microscope(history: Run, begins: Mapping[int, str], space: int = MAX_B
         begins: steps at which findings begin, and which.
         space: characters that all blocks may have.
     """
-    vocabulary, chosen = find_vocabulary(history), choose_steps(history, begins)
-    found: list[tuple[Chosen, list[PackedGroup], int]] = []
-    unreadable: list[str] = []
-    left = space
+    vocabulary, chosen, stored = find_vocabulary(history), choose_steps(history, begins), history.rollouts
+    packed: dict[int, Groups] = {}
+    unreadable, left, all_groups = [], space, 0
     for place, step in enumerate(chosen):
         try:
-            path = history.rollouts[step.number]
-            stored = StoredStep.read(path, shown_columns(path))
+            groups, packed[step] = _packed(stored[step], vocabulary, left // (len(chosen) - place), left)
         except RunFolderError as error:
             unreadable.append(str(error))
             continue
-        share = left // (len(chosen) - place)
-        packed, groups = _fitting(stored, vocabulary, share, left)
-        left -= sum(len(one.block) for one in packed)
-        found.append((step, packed, groups))
-    found = sorted(((step, packed, groups) for step, packed, groups in found if packed), key=lambda one: one[0].number)
-    result = _indexed(found, _notes(history, found, vocabulary, unreadable))
-    whole = len(found) == len(history.rollouts) and all(len(packed) == count for _, packed, count in found)
-    return replace(result, choice="" if whole else CHOICE)
-
-
-def _fitting(stored: StoredStep, vocabulary: Vocabulary | None, share: int, left: int) -> tuple[list[PackedGroup], int]:
-    """The most telling groups of a step that fit into its share of the space; at least one, if that fits what is left.
-    Also the number of groups of the step."""
-    groups = [-1 if one is None else one for one in stored.values("group")]
-    rewards = [number(one) for one in stored.values("reward")]
-    ranked = rank_groups(groups, rewards, [reason == "length" for reason in stored.values("finish_reason")])
-    places: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        places.setdefault(group, []).append(row)
-    columns = {name: stored.arrays(name) for name in ARRAYS if name in stored}
-    packed: list[PackedGroup] = []
-    used = 0
-    for choice in ranked:
-        one = pack_group(stored.table, columns, places[choice.number], choice, vocabulary)
-        used += len(one.block)
-        if used > (share if packed else left):
-            break
-        packed.append(one)
-    return packed, len(ranked)
-
-
-CHOICE = (
-    "Steps: the last, the first, those at which findings begin, those with the extremes of the reward, of the gradient "
-    "norm and of update_kl, then steps at even distances. Groups of a step: the largest differences of rewards, the "
-    "highest and the lowest mean reward, equal rewards, the most truncated completions, then in order, until the page "
-    "is full."
-)
-"""How a sample is chosen."""
-
-
-def _indexed(found: Sequence[tuple[Chosen, list[PackedGroup], int]], notes: list[str]) -> Microscope:
-    """The sample with the columns that the filters use."""
-    result = Microscope(
-        notes=notes,
-        completions={name: [] for name in ("group", "at", "number", "reward", "length", "finish", "clipped")},
+        left -= sum(len(block) for _, block, _ in packed[step].values())
+        all_groups += groups
+    steps = sorted(step for step, some in packed.items() if some)
+    found = [(step, group, *packed[step][group]) for step in steps for group in packed[step]]
+    rows = [(block, at, *one) for block, (*_, some) in enumerate(found) for at, one in enumerate(some)]
+    names = ("group", "at", *FILTERED)
+    whole = len(steps) == len(stored) and len(found) == all_groups
+    return Microscope(
+        steps=[{"step": step, "why": chosen[step]} for step in steps],
+        groups=[{"step": step, "group": group, "why": why} for step, group, why, *_ in found],
+        completions={name: [row[place] for row in rows] for place, name in enumerate(names)},
+        blocks=[block for _, _, _, block, _ in found],
+        notes=[*_notes(len(stored), len(steps), len(found), all_groups, vocabulary), *unreadable],
+        choice="" if whole else CHOICE,
     )
-    for step, packed, _ in found:
-        result.steps.append({"step": step.number, "why": step.why})
-        for one in packed:
-            block = len(result.blocks)
-            result.blocks.append(one.block)
-            result.groups.append({"step": step.number, "group": one.group.number, "why": one.group.why})
-            for at, (position, reward, length, finish, clipped_tokens) in enumerate(one.rows):
-                if finish not in result.finishes:
-                    result.finishes.append(finish)
-                row = (block, at, position, reward, length, result.finishes.index(finish), clipped_tokens)
-                for column, value in zip(result.completions.values(), row, strict=True):
-                    column.append(value)
-    return result
 
 
-def _notes(
-    history: Run,
-    found: Sequence[tuple[Chosen, list[PackedGroup], int]],
-    vocabulary: Vocabulary | None,
-    unreadable: list[str],
-) -> list[str]:
+def _packed(path: Path, vocabulary: Vocabulary | None, share: int, left: int) -> tuple[int, Groups]:
+    """The number of groups of a step, and the most telling ones that fit into its share of the space; at least one, if
+    that fits what is left."""
+    prefixed = [name for name in StoredStep.read(path, ()).names if name.startswith(("rewards/", "extra/"))]
+    step = StoredStep.read(path, {*SHOWN, *prefixed[:MAX_PREFIXED]})
+    rows: dict[int, list[int]] = {}
+    heads = []
+    for row, head in enumerate(zip(*map(step.values, ("group", "reward", "finish_reason")), strict=True)):
+        group = -1 if head[0] is None else head[0]
+        heads.append({"group": group, "reward": number(head[1]), "finish_reason": head[2]})
+        rows.setdefault(group, []).append(row)
+    chosen, used = choose_groups(heads), 0
+    found: Groups = {}
+    for group, why in chosen.items():
+        first, count = rows[group][0], len(rows[group])
+        together = rows[group][-1] == first + count - 1  # as they are written
+        part = step.table.slice(first, count) if together else step.table.take(rows[group])
+        block, rows_shown = pack_group(group, part.to_pylist(), vocabulary)
+        used += len(block)
+        if used > (share if found else left):
+            break
+        found[group] = why, block, rows_shown
+    return len(chosen) if found else 0, found
+
+
+def _notes(stored: int, steps: int, groups: int, all_groups: int, vocabulary: Vocabulary | None) -> list[str]:
     """What the sample is, in words."""
-    stored = len(history.rollouts)
-    groups, all_groups = sum(len(packed) for _, packed, _ in found), sum(count for _, _, count in found)
-    notes = []
     if not stored:
         return ["The run folder has no stored completions (rollouts/)."]
-    if len(found) == stored and groups == all_groups:
+    notes = []
+    part = f"all {groups:,} groups" if groups == all_groups else f"{groups:,} of the {all_groups:,} groups"
+    if steps == stored and groups == all_groups:
         notes.append(f"All stored completions are in this page: {groups:,} groups of {stored:,} steps.")
-    elif found:
-        part = f"all {groups:,} groups" if groups == all_groups else f"{groups:,} of the {all_groups:,} groups"
+    elif steps:
         notes.append(
-            f"This page holds a sample: {part} of {len(found):,} of the {stored:,} stored steps. All are in rollouts/."
+            f"This page holds a sample: {part} of {steps:,} of the {stored:,} stored steps. All are in rollouts/."
         )
     if vocabulary is None:
         notes.append(
             "The run folder has no tokenizer.json beside a checkpoint: tokens are shown as ids, beside the text."
         )
-    return notes + unreadable
+    return notes

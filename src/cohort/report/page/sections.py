@@ -1,4 +1,5 @@
-"""What the page says in words and tables: state, figures, settings, environment, evaluation, timing."""
+"""What the page of a run says in words and tables. Everything comes from the folder and can be anything: texts are
+shortened here and escaped by the template, and what is missing or of another type is left out."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Any
 from cohort.errors import RunFolderError
 from cohort.lock import LOCK, Lock
 from cohort.report.diagnosis import Finding, Level
-from cohort.report.page.blocks import MAX_KEY, short
-from cohort.report.verdict import default_settings
+from cohort.report.page.charts import MAX_KEY, shown_keys
+from cohort.report.series import default_settings
 from cohort.report.words import PHASES, cause_words, duration, fine_share
 from cohort.runs.reader import Run, flat
 from cohort.runs.starts import how_to_continue
@@ -33,10 +33,28 @@ MAX_ENTRIES = 200_000
 """Files and folders that are looked at for the size of a run folder."""
 
 
+def number(value: Any) -> str:
+    """A number with four digits."""
+    if not isinstance(value, int | float) or math.isnan(value):
+        return "\N{EN DASH}"
+    return (f"{value:,.4g}" if abs(value) < 1e5 else f"{value:,.0f}").replace("-", "\N{MINUS SIGN}")
+
+
+def short(text: Any, limit: int = MAX_KEY) -> str:
+    """The beginning of a text of one line, and its length if it is longer than ``limit``."""
+    text = str(text)
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text):,} characters)"
+
+
+def estimate(mean: Any, low: Any, high: Any) -> str:
+    """A mean with its interval, if it has one."""
+    bounds = f" ({number(low)} to {number(high)})" if low is not None and high is not None else ""
+    return number(mean) + (bounds if isinstance(mean, int | float) else "")
+
+
 def run_state(history: Run) -> tuple[str, str]:
     """The state of a run, as a word for style and in words."""
-    last = history.rows[-1]["step"] if history.rows else 0
-    after = f"after step {last:,}"
+    after = f"after step {history.rows[-1]['step'] if history.rows else 0:,}"
     if history.summary is not None:
         early = ": stopped early, no better evaluation" if history.summary.get("stopped_early") else ""
         return "complete", f"complete{early}"
@@ -59,130 +77,103 @@ def figures(history: Run) -> list[tuple[str, str, str]]:
     found: list[tuple[str, str, str]] = []
     if history.rows:
         found.append(("Steps", f"{history.rows[-1]['step']:,}", ""))
-    _, rewards = history.series("reward/mean")
-    if rewards:
+    if rewards := history.series("reward/mean")[1]:
         part = max(1, len(rewards) // 10)
-        first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
-        found.append(("Reward", f"{number(first)} → {number(last)}", f"first and last {_count(part, 'step')}"))
-    found += [_evaluated(history, key) for key in _evaluation_keys(history) if HEADLINE.search(key)][:4]
-    found += [(name, f"{before} → {after}", "") for name, before, after in _before_and_after(history.summary or {})[:4]]
+        ends = f"{number(sum(rewards[:part]) / part)} → {number(sum(rewards[-part:]) / part)}"
+        found.append(("Reward", ends, "first and last " + (f"{part:,} steps" if part > 1 else "step")))
+    for key in [key for key in evaluation_keys(history) if HEADLINE.search(key)][:4]:
+        rows = [row for row in history.rows if row.get(key) is not None]
+        low, high = (rows[-1].get(key[:-4] + end) for end in ("low", "high"))
+        ends = " → ".join(dict.fromkeys(number(row[key]) for row in (rows[0], rows[-1])))
+        interval = f"{number(low)} to {number(high)}" if low is not None and high is not None else ""
+        found.append((f"Evaluation: {key[5:-5]}", ends, interval))
+    found += [(name, f"{before} → {after}", "") for name, before, after in before_and_after(history)[:4]]
     if seconds := history.series("seconds/step")[1]:
         found.append(("Training time", duration(sum(seconds)), f"{duration(sum(seconds) / len(seconds))} per step"))
     if tokens := history.series("tokens")[1]:
         found.append(("Tokens in updates", f"{int(sum(tokens)):,}", "once per update that used them"))
     settings = history.flat_settings()
-    if path := settings.get("model.path"):
-        found.append(("Model", Path(str(path)).name[:80], ""))
-    if preset := settings.get("objective.preset"):
-        found.append(("Objective", str(preset)[:80], ""))
-    return found
+    named = (
+        ("Model", Path(str(settings.get("model.path") or "")).name),
+        ("Objective", settings.get("objective.preset")),
+    )
+    return found + [(name, str(value)[:80], "") for name, value in named if value]
 
 
-def _evaluation_keys(history: Run) -> list[str]:
-    keys = [key for key in history.keys() if len(key) <= MAX_KEY]  # noqa: SIM118
-    return [key for key in keys if key.startswith("eval/") and key.endswith("/mean")]
-
-
-def _evaluated(history: Run, key: str) -> tuple[str, str, str]:
-    """The first and the last value of an evaluation's mean, with the interval of the last."""
-    steps, values = history.series(key)
-    last = next(line for line in history.rows if line["step"] == steps[-1])
-    low, high = (last.get(key[:-4] + end) for end in ("low", "high"))
-    interval = f"{number(low)} to {number(high)}" if low is not None and high is not None else ""
-    return f"Evaluation: {key[5:-5]}", " → ".join(dict.fromkeys((number(values[0]), number(values[-1])))), interval
-
-
-def _count(count: int, word: str) -> str:
-    return f"{word}" if count == 1 else f"{count:,} {word}s"
-
-
-def number(value: Any) -> str:
-    """A number with four digits."""
-    if not isinstance(value, int | float):
-        return "\N{EN DASH}"
-    return (f"{value:,.4g}" if abs(value) < 1e5 else f"{value:,.0f}").replace("-", "\N{MINUS SIGN}")
-
-
-def settings_table(history: Run) -> list[dict[str, Any]]:
-    """The settings by section, each with its value, the default, and whether they differ."""
-    defaults = default_settings()
-    found = []
-    for key, value in islice(history.flat_settings().items(), MAX_ROWS):
-        text, default = _text(value), _text(defaults[key]) if key in defaults else None
-        differs = text != default and key != "run.output_dir"
-        found.append({"key": short(key), "value": text, "default": default or "unset", "differs": differs})
-    return found
-
-
-def _text(value: Any) -> str:
-    text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)
-    return short(text, MAX_VALUE)
-
-
-def environment(history: Run) -> dict[str, Any]:
-    """Versions and machine of the last start, and all starts."""
-    rows = []
-    facts = history.starts[-1].get("facts") if history.starts else None
-    for name, value in facts.items() if isinstance(facts, Mapping) else ():
-        parts = [part.partition("=") for part in str(value).split(", ")]
-        if all(equals for _, equals, _ in parts) and name in ("versions", "machine"):
-            rows += [(key, text) for key, _, text in parts]
-        else:
-            rows.append((str(name), str(value)))
-    shown = [(short(name), short(text, MAX_VALUE)) for name, text in rows[:100]]
-    return {"facts": shown, "starts": [_start(one) for one in history.starts[-50:]]}
-
-
-def _start(start: Mapping[str, Any]) -> dict[str, str]:
-    overrides, missing = start.get("overrides"), start.get("missing")
-    given = [f"{key}: {text}" for key, text in missing.items()] if isinstance(missing, Mapping) else []
-    return {
-        "time": short(str(start.get("time", ""))),
-        "step": short(str(start.get("step", ""))),
-        "overrides": short(", ".join(map(str, overrides)) if isinstance(overrides, list) else "", MAX_VALUE),
-        "missing": short(", ".join(given), MAX_VALUE),
-    }
+def evaluation_keys(history: Run) -> list[str]:
+    """The means of the evaluations."""
+    return [key for key in shown_keys(history) if key.startswith("eval/") and key.endswith("/mean")]
 
 
 def evaluations(history: Run) -> dict[str, Any]:
     """The evaluations by step: a mean with its interval for each metric."""
-    means = _evaluation_keys(history)[:24]
+    means = evaluation_keys(history)[:24]
     lines = [line for line in history.rows if any(line.get(key) is not None for key in means)]
-    rows = []
-    for line in lines[:1] + lines[1:][1 - MAX_EVALUATIONS :]:
-        cells = [(line.get(key), line.get(f"{key[:-4]}low"), line.get(f"{key[:-4]}high")) for key in means]
-        rows.append({"step": line["step"], "cells": [_estimate(*cell) for cell in cells]})
-    return {
-        "names": [key[5:-5] for key in means],
-        "rows": rows,
-        "left_out": len(lines) - len(rows),
-        "summary": _before_and_after(history.summary or {}),
-    }
+    shown = lines[:1] + lines[1:][1 - MAX_EVALUATIONS :]
+    ends = ("mean", "low", "high")
+    rows = [[row["step"], *(estimate(*(row.get(key[:-4] + end) for end in ends)) for key in means)] for row in shown]
+    names = [key[5:-5] for key in means]
+    return {"names": names, "rows": rows, "left_out": len(lines) - len(rows), "summary": before_and_after(history)}
 
 
-def _before_and_after(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def before_and_after(history: Run) -> list[tuple[str, str, str]]:
     """Evaluations before and after the training, as the summary has them: ``NAME_before`` and ``NAME_after`` with their
     ``_interval``, or the tables ``before`` and ``after``."""
-    found: list[tuple[str, str, str]] = []
-    for key in summary:
-        name, after = key.removesuffix("_before"), summary.get(f"{key.removesuffix('before')}after")
-        if key.endswith("_before") and isinstance(after, int | float):
-            found.append((name, _with_interval(summary, key), _with_interval(summary, f"{name}_after")))
-    tables = [dict(flat(one)) if isinstance(one := summary.get(when), dict) else {} for when in ("before", "after")]
-    found += [(name.replace(".", ", "), number(tables[0][name]), number(tables[1].get(name))) for name in tables[0]]
-    return [(short(name), before, after) for name, before, after in found[:40]]
+
+    def shown(key: str) -> str:
+        interval = summary.get(f"{key}_interval")
+        return estimate(
+            summary[key], *(interval if isinstance(interval, list) and len(interval) == 2 else (None, None))
+        )
+
+    summary = history.summary or {}
+    names = [key.removesuffix("_before") for key in summary if key.endswith("_before")]
+    names = [name for name in names if isinstance(summary.get(f"{name}_after"), int | float)]
+    found = [(name, shown(f"{name}_before"), shown(f"{name}_after")) for name in names]
+    before, after = (
+        dict(flat(one)) if isinstance(one := summary.get(when), dict) else {} for when in ("before", "after")
+    )
+    found += [(name.replace(".", ", "), number(value), number(after.get(name))) for name, value in before.items()]
+    return [(short(name), first, last) for name, first, last in found[:40]]
 
 
-def _with_interval(summary: Mapping[str, Any], key: str) -> str:
-    interval = summary.get(f"{key}_interval")
-    low, high = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
-    return _estimate(summary[key], low, high) if isinstance(summary[key], int | float) else number(None)
+def settings_table(history: Run) -> list[tuple[str, str, str]]:
+    """The settings by section: name, value and, where it differs from the value, the default, else nothing."""
+    defaults, found = default_settings(), []
+    for key, value in islice(history.flat_settings().items(), MAX_ROWS):
+        shown, default = _setting(value), _setting(defaults[key]) if key in defaults else "unset"
+        same = key == "run.output_dir" or (shown == default and key in defaults)
+        found.append((short(key), shown, "" if same else default))
+    return found
 
 
-def _estimate(mean: float | None, low: float | None, high: float | None) -> str:
-    if mean is None:
-        return "\N{EN DASH}"
-    return number(mean) + (f" ({number(low)} to {number(high)})" if low is not None and high is not None else "")
+def _setting(value: Any) -> str:
+    return short(
+        value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str), MAX_VALUE
+    )
+
+
+def environment(history: Run) -> dict[str, Any]:
+    """Versions and machine of the last start, and all starts."""
+    rows: list[tuple[Any, Any]] = []
+    starts = history.starts
+    for name, value in _mapping(starts[-1].get("facts") if starts else None).items():
+        parts = [part.partition("=") for part in str(value).split(", ")]
+        several = name in ("versions", "machine") and all(equals for _, equals, _ in parts)
+        rows += [(key, text) for key, _, text in parts] if several else [(name, value)]
+    shown = [(short(name), short(text, MAX_VALUE)) for name, text in rows[:100]]
+    return {"facts": shown, "starts": [_start(one) for one in starts[-50:]]}
+
+
+def _start(start: Mapping[str, Any]) -> tuple[str, ...]:
+    """Time, step, overrides, and what was given in Python."""
+    given = ", ".join(f"{key}: {text}" for key, text in _mapping(start.get("missing")).items())
+    overrides = ", ".join(map(str, _listed(start.get("overrides"))))
+    return (
+        *(short(start.get(key, "")) for key in ("time", "step")),
+        short(overrides, MAX_VALUE),
+        short(given, MAX_VALUE),
+    )
 
 
 def timing(history: Run) -> dict[str, Any]:
@@ -190,20 +181,12 @@ def timing(history: Run) -> dict[str, Any]:
     totals = {name: sum(history.series(f"seconds/{name}")[1]) for name in PHASES}
     if totals["rollout_wait"]:  # sampling and scoring then run beside the updates
         totals |= {"generate": 0.0, "reward": 0.0}
-    whole = sum(totals.values())
-    rows, start = [], 0.0
-    for place, (name, seconds) in enumerate((name, seconds) for name, seconds in totals.items() if seconds > 0):
+    rows: list[dict[str, Any]] = []
+    whole, start = sum(totals.values()), 0.0
+    for name, seconds in ((name, seconds) for name, seconds in totals.items() if seconds > 0):
         share = seconds / whole
-        rows.append(
-            {
-                "name": PHASES[name],
-                "total": duration(seconds),
-                "share": f"{share:.1%}",
-                "start": f"{100 * start:.3f}%",
-                "width": f"{100 * share:.3f}%",
-                "colour": place % 6 + 1,
-            }
-        )
+        bar = {"start": f"{100 * start:.3f}%", "width": f"{100 * share:.3f}%", "colour": len(rows) % 6 + 1}
+        rows.append({"name": PHASES[name], "share": f"{share:.1%}", "total": duration(seconds), **bar})
         start += share
     return {"rows": rows, "notes": _clock(history), "sizes": _sizes(history.path)}
 
@@ -211,8 +194,7 @@ def timing(history: Run) -> dict[str, Any]:
 def _clock(history: Run) -> list[str]:
     """What the phases do not show."""
     notes = []
-    steps = history.series("seconds/step")[1]
-    times = history.series("time")[1]
+    steps, times = history.series("seconds/step")[1], history.series("time")[1]
     if len(times) > 1 and len(steps) == len(times) and len(history.starts) <= 1:
         beside = times[-1] - times[0] - sum(steps[1:])
         if beside > 0.02 * sum(steps):
@@ -229,30 +211,17 @@ def _sizes(run: Path) -> list[tuple[str, str]]:
     """What the folder holds on disk, by kind. Links are not followed."""
     found = []
     for name in ("checkpoints", "best", "rollouts", "evaluations"):
-        total, all_of_it = _size(run / name)
-        if total:
-            size = f"{total / 1e6:,.1f} MB" if total < 1e9 else f"{total / 1e9:,.2f} GB"
-            found.append((name, size if all_of_it else f"more than {size}"))
+        total, count = 0, 0
+        for folder, _, files in os.walk(run / name) if not (run / name).is_symlink() else ():
+            for file in islice(files, MAX_ENTRIES - count):
+                with suppress(OSError):
+                    total += os.lstat(os.path.join(folder, file)).st_size  # noqa: PTH118
+            count += 1 + len(files)
+            if count >= MAX_ENTRIES:
+                break
+        size = f"{total / 1e6:,.1f} MB" if total < 1e9 else f"{total / 1e9:,.2f} GB"
+        found += [(name, size if count < MAX_ENTRIES else f"more than {size}")] * (total > 0)
     return found
-
-
-def _size(folder: Path) -> tuple[int, bool]:
-    """The bytes of the files below a folder, and whether that is all: at most ``MAX_ENTRIES`` are looked at."""
-    total, left, folders = 0, MAX_ENTRIES, [] if folder.is_symlink() else [str(folder)]
-    while folders and left:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in islice(entries, left):
-                left -= 1
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                else:
-                    total += entry.stat(follow_symlinks=False).st_size
-    return total, left > 0
-
-
-def written_at() -> str:
-    """The present time."""
-    return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
 
 
 # ----------------------------------------
@@ -280,53 +249,6 @@ def is_ill(findings: Sequence[Finding]) -> bool:
     return any(one.stands and one.level is not Level.NOTE for one in findings)
 
 
-def listed(findings: Sequence[Finding]) -> list[dict[str, str]]:
-    """The findings for the template."""
-    return [
-        {
-            "level": str(one.level),
-            "check": one.check,
-            "when": _when(one),
-            "found": one.found,
-            "worst": f"Worst, {one.worst.level} at step {one.worst.step:,}: {one.worst.found}" if one.worst else "",
-            "advice": one.advice,
-        }
-        for one in findings
-    ]
-
-
-def _when(finding: Finding) -> str:
-    return f"since step {finding.begin:,}" if finding.end is None else f"steps {finding.begin:,} to {finding.end - 1:,}"
-
-
-def timeline(history: Run, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The findings as bars over the steps, a row for each check; places are in per cent of the width."""
-    last = max((line["step"] for line in history.rows), default=1)
-    names = list(dict.fromkeys(one.check for one in findings))
-    rows: list[dict[str, Any]] = [{"name": name.replace("_", " "), "bars": []} for name in names]
-    for one in findings:
-        end = last if one.end is None else one.end - 1
-        start, width = 100 * (one.begin - 1) / max(1, last), 100 * (end - one.begin + 1) / max(1, last)
-        bar = {"x": f"{start:.3f}%", "width": f"{max(width, 0.6):.3f}%", "level": _worst_level(one), "when": _when(one)}
-        rows[names.index(one.check)]["bars"].append(bar)
-    return {"rows": rows, "last": last}
-
-
-def marks(history: Run, findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Where findings begin, and the metrics on whose curves that is marked: those that the finding is about."""
-    keys = [key for key in history.keys() if len(key) <= MAX_KEY]  # noqa: SIM118
-    found = []
-    for one in findings:
-        named = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in one.metrics)]
-        mark = {"step": one.begin, "level": _worst_level(one), "check": one.check, "keys": named[:MAX_MARKED]}
-        found.append(mark)
-    return found
-
-
-def _worst_level(finding: Finding) -> str:
-    return str((finding.worst or finding).level)
-
-
 def begins(findings: Sequence[Finding]) -> dict[int, str]:
     """The steps at which findings begin, and which; warnings and alarms first."""
     found: dict[int, str] = {}
@@ -335,17 +257,44 @@ def begins(findings: Sequence[Finding]) -> dict[int, str]:
     return found
 
 
+def listed(history: Run, findings: Sequence[Finding]) -> dict[str, Any]:
+    """The findings for the template: in words, and as bars over the steps, a row for each check, with places in per
+    cent of the width."""
+    last = max((line["step"] for line in history.rows), default=1)
+    rows: dict[str, list[dict[str, str]]] = {}
+    found = []
+    for one in findings:
+        end = last if one.end is None else one.end - 1
+        when = f"since step {one.begin:,}" if one.end is None else f"steps {one.begin:,} to {end:,}"
+        worst = f"Worst, {one.worst.level} at step {one.worst.step:,}: {one.worst.found}" if one.worst else ""
+        words = {"level": str(one.level), "check": one.check, "found": one.found, "advice": one.advice}
+        found.append(words | {"when": when, "worst": worst})
+        width = f"{max(0.6, 100 * (end - one.begin + 1) / max(1, last)):.3f}%"
+        bar = {"x": f"{100 * (one.begin - 1) / max(1, last):.3f}%", "width": width}
+        rows.setdefault(one.check.replace("_", " "), []).append(bar | {"level": _worst_level(one), "when": when})
+    return {"findings": found, "timeline": rows, "last": last}
+
+
+def marks(history: Run, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Where findings begin, and the metrics on whose curves that is marked: those that the finding is about."""
+    known, found = shown_keys(history), []
+    for one in findings:
+        keys = [key for key in known if any(fnmatchcase(key, pattern) for pattern in one.metrics)][:MAX_MARKED]
+        found.append({"step": one.begin, "level": _worst_level(one), "check": one.check, "keys": keys})
+    return found
+
+
+def _worst_level(finding: Finding) -> str:
+    return str((finding.worst or finding).level)
+
+
 # ----------------------------------------
-# The replays of a run (``RUN/replays/*.json``, docs/replay.md) as tables. The files are data: what is missing or of
-# another type is left out.
+# The replays of a run (``RUN/replays/*.json``, docs/replay.md) as tables.
 
 
 MAX_REPLAYS = 20
 REPLAY_ROWS = 40
 MAX_TEXT = 300
-Format = Callable[[Any], str]
-Column = tuple[str, str, Format]
-"""Head, key in the file, and how a value is shown."""
 
 
 def text(value: Any) -> str:
@@ -373,52 +322,31 @@ def words(value: Any) -> str:
     return cause_words(text(value))
 
 
-GRADIENT: tuple[Column, ...] = (
-    ("space", "space", text),
-    ("term", "term", text),
-    ("norm of the run's", "norm_run", number),
-    ("of the replay's", "norm_replay", number),
-    ("ratio", "ratio", number),
-    ("cosine", "cosine", number),
-)
-CAUSES: tuple[Column, ...] = (
-    ("in the run", "run", words),
-    ("in the replay", "replay", words),
-    ("tokens", "tokens", number),
-    ("of all tokens", "tokens_share", share),
-    ("of the run's gradient", "share_run", share),
-    ("of the replay's", "share_replay", share),
-)
-SIGNS: tuple[Column, ...] = (
-    ("advantage", "advantage", text),
-    ("tokens in the run", "tokens_run", number),
-    ("of its gradient", "share_run", share),
-    ("tokens in the replay", "tokens_replay", number),
-    ("of its gradient", "share_replay", share),
-)
-COMPLETIONS: tuple[Column, ...] = (
-    ("group", "group", text),
-    ("row", "row", text),
-    ("reward", "reward", number),
-    ("tokens", "tokens", number),
-    ("advantage in the run", "advantage_run", number),
-    ("in the replay", "advantage_replay", number),
-    ("of the run's gradient", "share_run", share),
-    ("of the replay's", "share_replay", share),
-    ("end of the text", "text", one_line),
-)
-STRONGEST: tuple[Column, ...] = (
-    ("group", "group", text),
-    ("row", "row", text),
-    ("place", "position", text),
-    ("text before", "before", one_line),
-    ("token", "text", one_line),
-    ("change", "change", words),
-    ("coefficient in the run", "coefficient_run", number),
-    ("in the replay", "coefficient_replay", number),
-)
-LEFT = {text, words, one_line}
-"""How columns are shown that are not numbers."""
+NUMBERS = (number, share)
+"""How columns are shown that are numbers."""
+REPLAY: dict[str, tuple[str, tuple[tuple[str, str, Callable[[Any], str]], ...]]] = {
+    "gradients": ("Gradient", (
+        ("space", "space", text), ("term", "term", text), ("norm of the run's", "norm_run", number),
+        ("of the replay's", "norm_replay", number), ("ratio", "ratio", number), ("cosine", "cosine", number))),
+    "causes": ("Tokens by what they have in place of a gradient", (
+        ("in the run", "run", words), ("in the replay", "replay", words), ("tokens", "tokens", number),
+        ("of all tokens", "tokens_share", share), ("of the run's gradient", "share_run", share),
+        ("of the replay's", "share_replay", share))),
+    "signs": ("By the sign of the advantage", (
+        ("advantage", "advantage", text), ("tokens in the run", "tokens_run", number),
+        ("of its gradient", "share_run", share), ("tokens in the replay", "tokens_replay", number),
+        ("of its gradient", "share_replay", share))),
+    "completions": ("Completions that drive the gradient most", (
+        ("group", "group", text), ("row", "row", text), ("reward", "reward", number), ("tokens", "tokens", number),
+        ("advantage in the run", "advantage_run", number), ("in the replay", "advantage_replay", number),
+        ("of the run's gradient", "share_run", share), ("of the replay's", "share_replay", share),
+        ("end of the text", "text", one_line))),
+    "strongest": ("Tokens that change most", (
+        ("group", "group", text), ("row", "row", text), ("place", "position", text),
+        ("text before", "before", one_line), ("token", "text", one_line), ("change", "change", words),
+        ("coefficient in the run", "coefficient_run", number), ("in the replay", "coefficient_replay", number))),
+}  # fmt: skip
+"""The tables of a replay by the key of their rows in the file: title, and head, key and format of the columns."""
 
 
 def replays_of(history: Run) -> list[dict[str, Any]]:
@@ -427,31 +355,26 @@ def replays_of(history: Run) -> list[dict[str, Any]]:
         names = sorted(name for name in os.listdir(history.path / "replays") if name.endswith(".json"))  # noqa: PTH208
     except OSError:
         return []
-    found = []
-    for name in names[:MAX_REPLAYS]:
-        result = history.json(f"replays/{name}")
-        found.append(
-            {"name": name[:-5], "title": "", "sentence": f"replays/{name} cannot be read", "notes": [], "tables": []}
+    return [_replay(name, history.json(f"replays/{name}")) for name in names[:MAX_REPLAYS]]
+
+
+def _replay(name: str, result: Mapping[str, Any] | None) -> dict[str, Any]:
+    if result is None:
+        return {"title": name[:-5], "sentence": f"replays/{name} cannot be read", "notes": [], "tables": []}
+    objective, tables = _mapping(result.get("objective")), []
+    rows_of = {**result, "gradients": _gradients(result)}
+    for key, (title, columns) in REPLAY.items():
+        rows = [_mapping(row) for row in _listed(rows_of.get(key))[:REPLAY_ROWS] if _mapping(row)]
+        cells = [[form(row.get(name)) for _, name, form in columns] for row in rows]
+        classes = ["number" if form in NUMBERS else "mono" for *_, form in columns]
+        tables += [{"title": title, "heads": [head for head, *_ in columns], "classes": classes, "rows": cells}] * bool(
+            rows
         )
-        if result is not None:
-            found[-1] |= _replay(result)
-    return found
-
-
-def _replay(result: Mapping[str, Any]) -> dict[str, Any]:
-    objective = _mapping(result.get("objective"))
-    tables = [
-        _table("Gradient", GRADIENT, _gradients(result)),
-        _table("Tokens by what they have in place of a gradient", CAUSES, result.get("causes")),
-        _table("By the sign of the advantage", SIGNS, result.get("signs")),
-        _table("Completions that drive the gradient most", COMPLETIONS, result.get("completions")),
-        _table("Tokens that change most", STRONGEST, result.get("strongest")),
-    ]
     return {
-        "sentence": text(result.get("sentence")),
         "title": f"Step {text(result.get('step'))}: {text(objective.get('run'))} → {text(objective.get('replay'))}",
+        "sentence": text(result.get("sentence")),
         "notes": [*map(text, _listed(objective.get("changes"))), *map(text, _listed(result.get("notes")))],
-        "tables": [table for table in tables if table["rows"]],
+        "tables": tables,
     }
 
 
@@ -460,15 +383,9 @@ def _gradients(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for space in ("parameters", "logits"):
         whole = _mapping(result.get(space))
-        terms = {name: _mapping(one) for name, one in _mapping(whole.get("terms")).items()}
-        found += [{**one, "space": space, "term": name} for name, one in ({"whole": whole} | terms).items() if one]
+        terms = {"whole": whole} | {name: _mapping(one) for name, one in _mapping(whole.get("terms")).items()}
+        found += [{**one, "space": space, "term": name} for name, one in terms.items() if one]
     return found
-
-
-def _table(title: str, columns: Sequence[Column], rows: Any) -> dict[str, Any]:
-    heads = [{"name": name, "number": form not in LEFT} for name, _, form in columns]
-    cells = [[form(row.get(key)) for _, key, form in columns] for row in _listed(rows)[:REPLAY_ROWS] if _mapping(row)]
-    return {"title": title, "heads": heads, "rows": cells}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

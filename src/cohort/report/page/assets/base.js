@@ -17,8 +17,8 @@ function el(tag, attributes, ...children) {
 
 const byId = (id) => document.getElementById(id);
 
-/** A number with four significant digits; a dash for none. */
-function num(value, digits = 4) {
+/** A number with four significant digits, with a sign in front of positive ones if there is one; a dash for none. */
+function num(value, digits = 4, sign = "") {
   if (value == null || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
@@ -26,27 +26,21 @@ function num(value, digits = 4) {
   if (Number.isInteger(value) && size < 1e6) text = String(value);
   else if (size >= 1e5 || size < 1e-3) text = value.toExponential(Math.max(0, digits - 2)).replace("e+", "e");
   else text = String(Number(value.toPrecision(digits)));
-  return text.replaceAll("-", "−");
+  return (value > 0 ? sign : "") + text.replaceAll("-", "−");
 }
 
-const signed = (value) => (value > 0 ? "+" : "") + num(value);
 const plural = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
 
 const CONTROL =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/;
+  /([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb])/;
 
-/** The name under which a control character is shown: it must not act on the page. */
-function controlName(character) {
-  const code = character.codePointAt(0);
-  if (code < 0x20) return String.fromCharCode(0x2400 + code);
-  return "U+" + code.toString(16).toUpperCase().padStart(4, "0");
-}
-
-/** Text as nodes, with control characters made visible. */
+/** Text as nodes, with control characters as their names: they must not act on the page. */
 function visible(text) {
-  if (!CONTROL.test(text)) return [text];
-  return text.split(new RegExp(`(${CONTROL.source})`)).map((part) =>
-    part.length === 1 && CONTROL.test(part) ? el("bdi", { class: "control" }, controlName(part)) : part);
+  return text.split(CONTROL).filter(Boolean).map((part) => {
+    if (part.length > 1 || !CONTROL.test(part)) return part;
+    const code = part.codePointAt(0), name = `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+    return el("bdi", { class: "control" }, code < 0x20 ? String.fromCharCode(0x2400 + code) : name);
+  });
 }
 
 /** An option list with one entry per [value, label]. */

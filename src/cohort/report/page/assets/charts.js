@@ -17,59 +17,44 @@ const faint = (rgb, alpha) => rgb.replace(/^rgba?\(([^)]*)\)$/, (_, parts) => `r
 
 /**
  * A smooth curve without lag, and its 95% band: at each point the least-squares line through the `width` points around
- * it, weighted by (1 - (d / D)^3)^3. The same as `series.loess` in Python, which says what is computed and why.
+ * it, weighted by (1 - (d / D)^3)^3. The same as `series.loess` in Python, which says what is computed and why; `t` is
+ * the 97.5% quantile of Student's t with `width - 2` degrees of freedom. A curve of fewer points has no fit.
  */
-function runningFit(values, width) {
-  const known = values.flatMap((value, i) => (value == null ? [] : [i])), y = known.map((i) => values[i]), count = y.length;
-  const mean = values.map(() => null), low = [...mean], high = [...mean];
-  width = Math.min(width, count % 2 ? count : count - 1);
-  if (width < 3) return { mean: values, low: null, high: null };
-  const half = (width - 1) / 2, rows = fitWeights(width), fit = [], norms = [], squares = [], t = student(width - 2);
-  for (let i = 0; i < count; i++) {  // near the end, the rows of the beginning are reversed
-    const end = i > count - 1 - half, at = Math.min(i, count - 1 - i, half), { weights, norm } = rows[at];
-    const start = end ? count - width : Math.max(0, i - half);
-    let sum = 0;
-    for (let k = 0; k < width; k++) sum += weights[end ? width - 1 - k : k] * y[start + k];
-    fit.push(sum);
-    norms.push(norm);
-    squares.push((y[i] - sum) ** 2 / (1 - 2 * weights[at] + norm));
-  }
-  const sums = [0];
-  for (const square of squares) sums.push(sums.at(-1) + square);
+function localFit(values, width, t) {
+  const known = values.flatMap((value, i) => (value == null ? [] : [i])), count = known.length;
+  if (count < width) return null;
+  const mean = values.map(() => null), low = [...mean], high = [...mean], norms = [], sums = [0];
+  const first = (i) => Math.max(0, Math.min(count - width, i - (width - 1) / 2));
   known.forEach((place, i) => {
-    const start = Math.max(0, Math.min(count - width, i - half));
-    const reach = t * Math.sqrt(Math.max(0, sums[start + width] - sums[start]) / width * norms[i]);
-    mean[place] = fit[i];
-    low[place] = fit[i] - reach;
-    high[place] = fit[i] + reach;
+    const start = first(i), far = 1 + Math.max(i - start, start + width - 1 - i);
+    let [s0, s1, s2, y0, y1, q0, q1, q2] = [0, 0, 0, 0, 0, 0, 0, 0];  // of weights, of values, of squared weights
+    for (let k = start; k < start + width; k++) {
+      const d = k - i, share = Math.abs(d) / far, rest = 1 - share * share * share, w = rest * rest * rest, y = values[known[k]];
+      s0 += w; s1 += w * d; s2 += w * d * d;
+      y0 += w * y; y1 += w * d * y;
+      q0 += w * w; q1 += w * w * d; q2 += w * w * d * d;
+    }
+    const det = s0 * s2 - s1 * s1;
+    mean[place] = (s2 * y0 - s1 * y1) / det;
+    norms.push((s2 * s2 * q0 - 2 * s1 * s2 * q1 + s1 * s1 * q2) / det ** 2);
+    sums.push(sums[i] + (values[place] - mean[place]) ** 2 / (1 - 2 * s2 / det + norms[i]));
+  });
+  known.forEach((place, i) => {
+    const start = first(i), reach = t * Math.sqrt(Math.max(0, sums[start + width] - sums[start]) / width * norms[i]);
+    low[place] = mean[place] - reach;
+    high[place] = mean[place] + reach;
   });
   return { mean, low, high };
 }
 
-const fits = new Map();
-
-/** How the points of a window enter the line's value at its points from the first to the middle; kept by width. */
-function fitWeights(width) {
-  if (!fits.has(width)) fits.set(width, Array.from({ length: (width + 1) / 2 }, (_, at) => {
-    const tricube = Array.from({ length: width }, (_, k) => (1 - (Math.abs(k - at) / (width - at)) ** 3) ** 3);
-    const [s0, s1, s2] = [0, 1, 2].map((power) => tricube.reduce((sum, weight, k) => sum + weight * (k - at) ** power, 0));
-    const weights = tricube.map((weight, k) => weight * (s2 - s1 * (k - at)) / (s0 * s2 - s1 ** 2));
-    return { weights, norm: weights.reduce((sum, weight) => sum + weight ** 2, 0) };
-  }));
-  return fits.get(width);
-}
-
-/** The same on a logarithmic axis: the fit is that of the logarithms. */
-function logFit(values, width) {
-  const fit = runningFit(values.map((value) => (value > 0 ? Math.log(value) : null)), width);
-  const back = (some) => some && some.map((value) => (value == null ? null : Math.exp(value)));
-  return { mean: back(fit.mean), low: back(fit.low), high: back(fit.high) };
-}
-
-/** The 97.5% quantile of Student's t; exact for few degrees of freedom, then its expansion. */
-function student(df) {
-  const first = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447];
-  return df <= 6 ? first[df - 1] : 1.96 + 2.372 / df + 2.822 / df ** 2 + 2.556 / df ** 3;
+/** The fit of a curve over the chosen window, null without one; on a logarithmic axis, that of the logarithms. */
+function fitOf(values, log) {
+  if (view.smooth <= 1) return null;
+  const t = new Map(DATA.run.windows).get(view.smooth);
+  if (!log) return localFit(values, view.smooth, t);
+  const fit = localFit(values.map((value) => (value > 0 ? Math.log(value) : null)), view.smooth, t);
+  const back = (some) => some.map((value) => (value == null ? null : Math.exp(value)));
+  return fit && { mean: back(fit.mean), low: back(fit.low), high: back(fit.high) };
 }
 
 /** Columns for uPlot, and the series that draw them. */
@@ -81,14 +66,14 @@ function seriesOf(spec, lines) {
     const few = line.values.filter((value) => value != null).length < 25;
     const plain = { stroke, dash, width: 1.75, spanGaps: true, points: { show: few, size: 5 } };
     let { low, high, values } = line;
-    const smooth = !low && spec.smooth && view.smooth > 1 && line.values.length >= view.smooth;
-    if (smooth) {
+    const fit = !low && spec.smooth ? fitOf(values, spec.log) : null;
+    if (fit) {
       add(values, { ...plain, stroke: faint(stroke, 0.35), width: 1, points: { show: false } });
-      ({ mean: values, low, high } = (spec.log ? logFit : runningFit)(values, view.smooth));
+      ({ mean: values, low, high } = fit);
     }
     if (!low && line.interval) ({ low, high } = line.interval);
-    add(values, { ...plain, points: { show: few && !smooth, size: 5 } });
-    if (low && (!smooth || lines.length <= 2)) {
+    add(values, { ...plain, points: { show: few && !fit, size: 5 } });
+    if (low && (!fit || lines.length <= 2)) {
       const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
       add(high, edge);
       add(low, edge);
@@ -175,10 +160,10 @@ function notDrawn(values) {
 
 const tick = (value) => (Number.isInteger(value) && Math.abs(value) < 1e5 ? num(value) : num(value, 3));
 
-/** The range of a linear axis: constant curves lie in the middle. */
+/** The range of a linear axis: constant curves, apart from rounding, lie in the middle. */
 function rangeOf(_, low, high) {
   if (low == null) return [0, 1];
-  const pad = high > low ? (high - low) * 0.08 : Math.abs(high) || 1;
+  const pad = high - low > 1e-9 * Math.abs(high) ? (high - low) * 0.08 : Math.abs(high) || 1;
   return [low >= 0 && low - pad < 0 ? 0 : low - pad, high + pad];
 }
 
@@ -191,43 +176,34 @@ function spoken(spec) {
 }
 
 const inView = new IntersectionObserver((entries) => {
-  for (const { target, isIntersecting } of entries) {
-    const chart = charts.find((one) => one.place === target);
-    if (isIntersecting && chart && !chart.plot) draw(chart);
-  }
+  for (const { target, isIntersecting } of entries) if (isIntersecting && !target.chart.plot) draw(target.chart);
 }, { rootMargin: "300px" });
-let widths = new WeakMap();
 const onResize = new ResizeObserver((entries) => {
-  for (const { target } of entries) {
-    const chart = charts.find((one) => one.place === target), before = widths.get(target);
-    widths.set(target, target.clientWidth);
-    if (chart?.plot && before !== target.clientWidth) chart.plot.setSize({ width: target.clientWidth, height: HEIGHT });
-  }
+  for (const { target: { chart, clientWidth: width } } of entries)
+    if (chart.plot && width && chart.plot.width !== width) chart.plot.setSize({ width, height: HEIGHT });
 });
 
 /** Add a chart to a place in the page. */
-function addChart(parent, spec, onRemove) {
+function addChart(parent, spec, removable = false) {
   const place = el("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${spec.title}. ${spoken(spec)}`, keydown: moveCursor });
-  const legend = el("p", { class: "values" }), chart = { spec, place, legend, plot: null };
-  const remove = onRemove && el("button", { type: "button", "aria-label": `Remove ${spec.title}`, click: () => { dropChart(chart, figure); onRemove(); } }, "×");
-  const figure = el("figure", {}, el("figcaption", {}, el("span", {}, ...visible(spec.title)), remove),
-    el("p", { class: "about" }, ...visible(spec.about || "")), place, legend);
+  const legend = el("p", { class: "values" }), chart = place.chart = { spec, place, legend, plot: null };
+  const remove = () => {
+    chart.plot?.destroy();
+    charts.splice(charts.indexOf(chart), 1);
+    figure.remove();
+  };
+  const button = removable ? el("button", { type: "button", "aria-label": `Remove ${spec.title}`, click: remove }, "×") : null;
+  const figure = el("figure", {}, el("figcaption", {}, el("span", {}, ...visible(spec.title)), button),
+    el("p", { class: "about" }, ...visible(spec.about)), place, legend);
   parent.append(figure);
   charts.push(chart);
   inView.observe(place);
   onResize.observe(place);
-  return figure;
-}
-
-function dropChart(chart, figure) {
-  chart.plot?.destroy();
-  charts.splice(charts.indexOf(chart), 1);
-  figure.remove();
 }
 
 /** Left and right move the pointer's step, Escape shows the whole run again. */
 function moveCursor(event) {
-  const plot = charts.find((chart) => chart.place === event.currentTarget)?.plot;
+  const { plot } = event.currentTarget.chart;
   if (!plot) return;
   if (event.key === "Escape") return void plot.setData(plot.data);
   const by = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
@@ -239,16 +215,12 @@ function moveCursor(event) {
 }
 
 /** Draw the charts again: after a change of theme, window or axis. */
-function redraw() {
-  for (const chart of charts) if (chart.plot) draw(chart);
-}
+const redraw = () => charts.filter(({ plot }) => plot).forEach((chart) => draw(chart));
 
 const PRINT_WIDTH = 310;
 
 /** Draw all charts as wide as a column of a printed page. */
-function drawForPrint() {
-  for (const chart of charts) draw(chart, PRINT_WIDTH);
-}
+const drawForPrint = () => charts.forEach((chart) => draw(chart, PRINT_WIDTH));
 
 /** A chart of metrics of the run, from a row of the table of charts. */
 function chartOf({ title, about, keys, band, log, smooth }) {
@@ -274,21 +246,23 @@ function comparedOf({ title, about, log, curves }) {
 function startCharts() {
   const { run, compared } = DATA, { axes } = run || compared || {};
   if (!axes) return;
-  fill(byId("axis"), Object.entries(axes), view.axis = Object.keys(axes)[0]);
-  byId("axis").addEventListener("change", (event) => { view.axis = event.target.value; redraw(); });
+  const chosen = (id, entries, first, change) => {
+    fill(byId(id), entries, first);
+    byId(id).addEventListener("change", (event) => { change(event.target.value); redraw(); });
+  };
+  chosen("axis", Object.entries(axes), view.axis, (name) => { view.axis = name; });
   if (compared) for (const spec of compared.charts) addChart(byId("compared"), comparedOf(spec));
   if (!run) return;
   view.smooth = run.window;
   for (const place of document.querySelectorAll("[data-charts]"))
     for (const spec of DATA.charts.filter(({ section }) => section === place.dataset.charts)) addChart(place, chartOf(spec));
-  const points = run.x.step.length, windows = [...new Set([1, 5, 11, 25, 51, 101, run.window])].filter((width) => width === 1 || width <= points);
-  fill(byId("smooth"), windows.sort((a, b) => a - b).map((width) => [String(width), width > 1 ? `${width} points` : "none"]), String(run.window));
-  byId("smooth").addEventListener("change", (event) => { view.smooth = Number(event.target.value); redraw(); });
+  const windows = run.windows.map(([width]) => [String(width), `${width} points`]);
+  chosen("smooth", [["1", "none"], ...windows], String(run.window), (width) => { view.smooth = Number(width); });
   byId("keys").replaceChildren(...Object.keys(run.values).map((name) => el("option", { value: name })));
   const add = () => {
     const field = byId("key"), name = field.value;
     if (!Object.hasOwn(run.values, name)) return;
-    addChart(byId("chosen"), chartOf({ title: name, about: "", keys: [{ key: name, label: name }], log: byId("log").checked, smooth: true }), () => {});
+    addChart(byId("chosen"), chartOf({ title: name, about: "", keys: [{ key: name, label: name }], log: byId("log").checked, smooth: true }), true);
     field.value = "";
   };
   byId("add").addEventListener("click", add);

@@ -9,13 +9,9 @@ function setTheme(theme) {
   redraw();
 }
 
-const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
-const toggleTheme = () => setTheme(isDark() ? "light" : "dark");
-
-const KEYS = {
-  t: toggleTheme,
-  "/": () => byId("search")?.focus(),
-  "?": () => byId("help")?.showModal(),
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+const toggleTheme = () => setTheme((root.dataset.theme ? root.dataset.theme === "dark" : systemDark.matches) ? "light" : "dark");
+const IN_MICROSCOPE = {
   ",": () => go("step previous"), ".": () => go("step next"),
   "[": () => go("group previous"), "]": () => go("group next"),
   j: () => go("completion next"), k: () => go("completion previous"),
@@ -27,11 +23,11 @@ const KEYS = {
 };
 
 function onKey(event) {
-  const typing = event.target.matches("input, select, textarea");
-  if (typing || event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(KEYS, event.key)) return;
-  if (",.[]jkc/".includes(event.key) && !sampled()?.groups.length) return;
+  if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const keys = { t: toggleTheme, "?": () => byId("help")?.showModal(), ...(sampled()?.groups.length ? IN_MICROSCOPE : {}) };
+  if (!Object.hasOwn(keys, event.key)) return;
   event.preventDefault();
-  KEYS[event.key]();
+  keys[event.key]();
 }
 
 /** Print in light colours, with all charts. */
@@ -49,7 +45,7 @@ function afterPrint() {
 try { if (localStorage.getItem("cohort-theme")) root.dataset.theme = localStorage.getItem("cohort-theme"); } catch { /* as above */ }
 byId("theme").addEventListener("click", toggleTheme);
 byId("keys-help")?.addEventListener("click", () => byId("help").showModal());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
+systemDark.addEventListener("change", () => redraw());
 addEventListener("keydown", onKey);
 addEventListener("beforeprint", beforePrint);
 addEventListener("afterprint", afterPrint);
