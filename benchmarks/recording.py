@@ -4,7 +4,7 @@
     python benchmarks/recording.py --steps 20 --set objective.beta=0
 
 Trains the demo's model as ``cohort demo`` does, and times inside each step: keeping what the updates saw
-(``Seen.add``), making the table (``step_table``), writing it (``write_table``), comparing the texts of the completions
+(``Updates.add``), making the table (``step_table``), writing it (``write_table``), comparing the texts of completions
 (``text_metrics``), and the diagnosis with the health line. Prints medians over the steps but the
 first, as seconds of wall clock and of processor time, their share of the step, and the bytes per drawn token: as
 stored, and with random digits in every float, since the numbers of this small model repeat more than those of a large
@@ -36,7 +36,7 @@ from cohort.runs import folder as run_folder
 from cohort.runs.tables import write_table
 from cohort.train import metrics as train_metrics
 from cohort.train import store
-from cohort.train.update import Seen
+from cohort.train.update import Updates
 from cohort.trainer import GRPOTrainer
 
 SPENT: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -63,7 +63,7 @@ def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def watch() -> None:
     """Time the parts of the store from now on."""
-    Seen.add = timed("record", Seen.add)  # type: ignore[method-assign]
+    Updates.add = timed("record", Updates.add)  # type: ignore[method-assign]
     store.step_table = timed("table", store.step_table)
     run_folder.write_table = timed("write", run_folder.write_table)
     train_metrics.text_metrics = timed("texts", train_metrics.text_metrics)

@@ -4,6 +4,7 @@ import gc
 import json
 import random
 from collections import deque
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -257,6 +258,9 @@ def test_findings_of_a_resumed_run_know_the_steps_before(trainer):
 class Trainer(SimpleNamespace):
     """What callbacks see of a trainer."""
 
+    def record(self, step):
+        self.last_metrics = step.metrics
+
 
 @pytest.fixture
 def trainer(tmp_path):
@@ -266,11 +270,13 @@ def trainer(tmp_path):
 
 
 def test_what_is_drawn_in_the_background_is_not_drawn_again(trainer):
-    """With ``rollout.lag``, a reward function draws while a callback runs. Cohort's own callbacks are never wrapped."""
-    draws, pending = [], deque([SimpleNamespace(has_ended=True), SimpleNamespace(has_ended=False)])
+    """With ``rollout.lag``, a reward function draws while a callback runs."""
+    ended = Future()
+    ended.set_result(None)
+    draws, pending = [], deque([SimpleNamespace(outcome=ended), SimpleNamespace(outcome=Future())])
     draw = with_method("on_step", lambda self, trainer, event: draws.append(random.random()))
-    for own, users, waiting, differ in [((), [draw], (), False), ((), [draw], pending, True), ([draw], [], (), True)]:
-        callbacks = Callbacks(trainer, users, own=own)
+    for waiting, differ in [((), False), (pending, True)]:
+        callbacks = Callbacks(trainer, [draw])
         callbacks.start(4, {}, waiting)
         draws.clear()
         callbacks.stepped(done({"step": 5}))

@@ -16,9 +16,9 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,8 @@ from cohort.rewards.runner import Scores
 from cohort.runs.checkpoints import preserved
 from cohort.runs.reader import Run
 from cohort.state import kept
+from cohort.train.layout import Rollout
 from cohort.train.observers import CompleteStep, Observer, Wishes
-from cohort.train.rollout import Rollout
 from cohort.train.source import PendingRollout
 from cohort.types import Group, TokenBatch
 
@@ -149,7 +149,7 @@ class Callbacks(Observer):
         self._of = weakref.ref(trainer)  # no cycle: when a trainer goes, the memory of its model is free
         for callback in callbacks or ():
             check_callback(callback)
-        self._own, self._callbacks = own, [*own, *(callbacks or ())]
+        self._callbacks = [*own, *(callbacks or ())]
         self._wanted: frozenset[str] = frozenset()
         """The methods that the callbacks of rank 0 have, on every rank: for others, nothing is made or exchanged."""
         self._pending: Collection[PendingRollout] = ()
@@ -185,6 +185,7 @@ class Callbacks(Observer):
 
     def stepped(self, step: CompleteStep) -> Wishes:
         """Call ``on_step``, and ``on_save`` for each model written meanwhile."""
+        self._trainer.record(step)
         metrics = step.metrics
         self._tell("on_step", lambda: Step(metrics["step"], metrics, self._diagnosis.step_or_log(metrics)))
         if "on_save" in self._wanted:
@@ -197,32 +198,30 @@ class Callbacks(Observer):
             self._diagnosis.step_or_log({"step": 0, **metrics})
         self._tell("on_evaluate", lambda: Evaluated(step, metrics, evaluations))
 
-    def with_on_end(self, steps: Generator[dict[str, Any]]) -> Generator[dict[str, Any]]:
-        """The steps of a run; calls ``on_end`` when they end, however they do. Exchanges nothing: other ranks may have
-        failed.
+    @contextmanager
+    def told_of_end(self, trainer: Any) -> Iterator[None]:
+        """Call ``on_end`` when the block ends, however it does. Exchanges nothing: other ranks may have failed.
 
-        If the steps raise, an exception in a callback is logged, and that of the steps is raised.
+        If the block raises, an exception in a callback is logged, and that of the block is raised. ``trainer``: the
+        weak reference to it is dead while the garbage collector ends the steps of a trainer.
         """
-        trainer = self._trainer  # which only the steps may hold: ``for metrics in GRPOTrainer(...).steps()``
+
+        def end(outcome: Literal["complete", "stopped", "error"], error: BaseException | None = None) -> None:
+            if trainer.world.is_main:
+                try:
+                    self._tell_saved(trainer)
+                finally:
+                    self._call(trainer, "on_end", lambda: End(outcome, trainer.summary, error))
+
         try:
-            with closing(steps):
-                yield from steps
+            yield
         except BaseException as error:
             try:
-                self._end(trainer, "stopped" if isinstance(error, STOPS) else "error", error)
+                end("stopped" if isinstance(error, STOPS) else "error", error)
             except CallbackError as other:
                 log.error("%s", other, exc_info=other)
             raise
-        self._end(trainer, "complete")
-
-    def _end(
-        self, trainer: Any, outcome: Literal["complete", "stopped", "error"], error: BaseException | None = None
-    ) -> None:
-        if trainer.world.is_main:
-            try:
-                self._tell_saved(trainer)
-            finally:
-                self._call(trainer, "on_end", lambda: End(outcome, trainer.summary, error))
+        end("complete")
 
     def _tell_saved(self, trainer: Any) -> None:
         folder = trainer.folder
@@ -240,8 +239,7 @@ class Callbacks(Observer):
 
     def _call(self, trainer: Any, name: str, make: Callable[[], Event]) -> None:
         """Make an event if a callback has its method, and call those that have. None is called after one that raised,
-        except for the end of the run, which all are told. ``trainer``: the weak reference to it is dead while the
-        garbage collector ends the steps of a trainer."""
+        except for the end of the run, which all are told."""
         if not (callbacks := self._with(name)):
             return
         event, failure = make(), None
@@ -249,7 +247,9 @@ class Callbacks(Observer):
             if failure and name != "on_end":
                 break
             try:
-                with self._generators_kept(callback), kept(getattr(callback, name)):
+                # While reward functions run in the background, what they draw meanwhile would be drawn again.
+                draws = not all(one.outcome.done() for one in self._pending)
+                with nullcontext() if draws else preserved(), kept(getattr(callback, name)):
                     getattr(callback, name)(trainer, event)
             except Exception as error:
                 step = f" of step {event.step}" if hasattr(event, "step") else ""
@@ -258,12 +258,6 @@ class Callbacks(Observer):
                 failure.__cause__ = failure.__cause__ or error
         if failure:
             raise failure
-
-    def _generators_kept(self, callback: Any) -> AbstractContextManager[None]:
-        """Restores the random generators after a callback of the user. Those of Cohort draw nothing; and while reward
-        functions run in the background, what they draw meanwhile would be drawn again."""
-        is_own = any(callback is one for one in self._own)
-        return nullcontext() if is_own or not all(one.has_ended for one in self._pending) else preserved()
 
 
 def check_callback(callback: Any) -> None:

@@ -110,7 +110,7 @@ class Stopped(SystemExit):
 
     def __init__(self, text: str = "") -> None:
         super().__init__(STOPPED)
-        self.text = text
+        self.text, self.is_printed = text, False
 
     def __str__(self) -> str:
         return self.text

@@ -21,7 +21,7 @@ _told: set[tuple[str, str]] = set()
 def _of_process(torch: Any) -> dict[str, Any]:
     return {
         "set_default_dtype": torch.get_default_dtype(),
-        "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "use_deterministic_algorithms": torch.get_deterministic_debug_mode(),  # 1: with warn_only
         "set_float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
 
@@ -42,12 +42,15 @@ def _put_back(torch: Any, before: dict[str, Any], now: dict[str, Any], function:
             continue
         if name == "manual_seed":
             torch.set_rng_state(generator)
+        elif name == "use_deterministic_algorithms":
+            torch.set_deterministic_debug_mode(value)
         else:
             getattr(torch, name)(value)
         who = getattr(function, "__qualname__", None) or type(function).__name__
         if (who, name) not in _told:
             _told.add((who, name))
-            log.warning("%s has called torch.%s: %s is put back after each call", who, name, value)
+            shown = value > 0 if name == "use_deterministic_algorithms" else value
+            log.warning("%s has called torch.%s: %s is put back after each call", who, name, shown)
 
 
 def check_state() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,41 +36,23 @@ from cohort.report.describe import announce, describe_run
 from cohort.report.progress import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction
-from cohort.rollout import DividedSampler, EngineSetup, Sampler
+from cohort.rollout import DividedSampler, EngineSetup, Sampler, Sampling
+from cohort.runs import output
 from cohort.runs.checkpoints import set_seed
 from cohort.runs.folder import RunFolder
 from cohort.runs.models import check_writable, save_merged, save_model
-from cohort.runs.output import (
-    Beginning,
-    Resume,
-    closed_on_error,
-    closing,
-    find_folder,
-    log_to,
-    template_time,
-    with_template_time,
-)
+from cohort.runs.output import Beginning, Resume
 from cohort.runs.starts import Start
 from cohort.state import check_state
 from cohort.terminal import output_outlasted
-from cohort.train import Adaptive, Observer, Observers, Optimizer, State, TrainerParts, Wishes, find_budget, ranks, run
+from cohort.train import Adaptive, Observer, Observers, Optimizer, State, TrainerParts, find_budget, inputs, ranks, run
 from cohort.train.boundary import Training, with_resume_hint
 from cohort.train.boundary import resume as resume_run
 from cohort.train.first_save import FirstSave
-from cohort.train.inputs import (
-    checked_rewards,
-    checked_settings,
-    chosen_model,
-    data_facts,
-    fingerprint,
-    load_rows,
-    model_facts,
-    model_name,
-    recorded,
-)
+from cohort.train.inputs import Given, recorded
+from cohort.train.loop import evaluate
 from cohort.train.observers import CompleteStep
 from cohort.train.signals import Requests, obeying_signals
-from cohort.train.summary import begun_summary, end_summary, evaluate_before, record_step
 from cohort.watchdog import dumps_on_quit
 
 
@@ -133,18 +115,18 @@ class GRPOTrainer:
         self._found: tuple[RunFolder, Beginning] | None = None
         self._training: Training | None = None
         self._requests = Requests()
-        self.args = config = checked_settings(args)
+        self.args = config = inputs.checked_settings(args)
         check_names(config.report.skip_checks)
         self._callbacks = Callbacks(self, callbacks, own=Trackers.of(config.report))
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)
         self._prints = config.report.progress and self.world.is_main
-        self._times = on_main(self.world, lambda: (template_time(config), time_now()))
-        given = (model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
-        together(self.world, lambda: self._prepare(*given))
-        self.recorded, missing = recorded(config, *given)  # the settings, with the names of what was given
-        self.recorded = self._with_time(self.recorded)
+        self._times = on_main(self.world, lambda: (output.template_time(config), time_now()))
+        given = Given(model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
+        together(self.world, lambda: self._prepare(given))
+        self.recorded, missing = recorded(config, given)  # the settings, with the names of what was given
+        self.recorded = output.with_template_time(self.recorded, self._template_time)
         missing |= {"optimizers": "objects in memory"} if optimizers[0] is not None else {}
         self.started_by = Start(missing=missing)
         same = {name: fact for name, fact in self._facts.items() if name not in ("machine", "threads")}
@@ -158,33 +140,24 @@ class GRPOTrainer:
         self.budget = ranks.common_budget(self.layout, lambda: find_budget(self.policy, *sizes))
 
     @output_outlasted()
-    def _prepare(
-        self,
-        model: Any,
-        reward_funcs: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        tools: Any,
-        environment_factory: Any,
-    ) -> None:
+    def _prepare(self, given: Given) -> None:
         """Check everything, from cheap to expensive, then load the model. Exchanges nothing between ranks."""
         config = self.args
         check_state()
         if config.run.deterministic:
             use_deterministic_algorithms(resolve_device(config.model.device))
         group = max(config.rollout.num_generations, config.eval.num_generations_eval)
-        self.acting = Acting.of(config.environment, tools, environment_factory, group_size=group)
+        self.acting = Acting.of(config.environment, given.tools, given.environment_factory, group_size=group)
         """The tools and environments; None without."""
         self._engine_setup = EngineSetup(config, self.world)
-        model = chosen_model(model, config.model)
+        model = inputs.chosen_model(given.model, config.model)
         self.objective = objective = config.resolved_objective
         try_user_functions(objective, config.rollout.num_generations)
-        self.rewards = checked_rewards(reward_funcs, config, objective, self.acting, self.world)
-        data, eval_data = load_rows(train_dataset, eval_dataset, config)
+        self.rewards = inputs.checked_rewards(given.reward_funcs, config, objective, self.acting, self.world)
+        data, eval_data = inputs.load_rows(given.train_dataset, given.eval_dataset, config)
         check_settings(config.eval, tuple(eval_data), self.rewards.names)
         trust = config.model.trust_remote_code
-        self.tokenizer = processing_class or load_tokenizer(model_name(model), trust_remote_code=trust)
+        self.tokenizer = given.processing_class or load_tokenizer(inputs.model_name(model), trust_remote_code=trust)
         whole = read_config(model, trust_remote_code=trust, whole=True)
         self._model_config, self._tokens = whole.get_text_config(), known_tokens(model, whole)
         self._template_time = use_template(self.tokenizer, config.data.chat_template, *self._times)
@@ -208,14 +181,14 @@ class GRPOTrainer:
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
         if self.world.is_main:
             check_writable(self.policy, self.tokenizer)
-        self._weights = fingerprint(self.policy.model.state_dict()) if self.world.size > 1 else ""
+        self._weights = inputs.fingerprint(self.policy.model.state_dict()) if self.world.size > 1 else ""
         # A copy of the initial policy. Without a KL term there is no reference, and no memory is spent on one.
         self.reference = self.policy.reference(moves=config.objective.sync_ref_model) if objective.beta else None
         self.engine = self._engine_setup.engine(self.policy, self.tokenizer)
         self._episodes = self.acting.sampler(self.engine, self._turn_format, show) if self.acting else None
-        self._facts = data_facts(self.prompts, self.rewards, self.acting, config)
+        self._facts = inputs.data_facts(self.prompts, self.rewards, self.acting, config)
         ends = end_token_ids(model, self.tokenizer, trust_remote_code=config.model.trust_remote_code)
-        self._facts |= model_facts(self.policy, self._model_config, ends, self.world)
+        self._facts |= inputs.model_facts(self.policy, self._model_config, ends, self.world)
 
     @property
     def sampler(self) -> Sampler:
@@ -274,13 +247,13 @@ class GRPOTrainer:
         """Write a checkpoint between two of the ``steps``; return its folder once it is complete. Every rank calls."""
         if self._training is None:
             raise RunFolderError("there is no run to write a checkpoint of: it begins with train() or steps()")
-        if not self._training.boundary.holds:
+        if not self._training.is_at_boundary:
             raise RunFolderError(
                 "a step's updates are under way, and a checkpoint is of the moment between two steps: call "
                 "checkpoint() between two of the steps()"
             )
-        self._training.boundary.save(wait=True)
-        return self._training.folder.checkpoint(self._training.boundary.state.complete_steps)
+        self._training.save(wait=True)
+        return self._training.folder.checkpoint(self._training.state.complete_steps)
 
     @contextlib.contextmanager
     def obeying_signals(self) -> Iterator[None]:
@@ -303,11 +276,11 @@ class GRPOTrainer:
         if self.folder is not None:
             raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
         check_state()
-        folder, beginning = self._found or find_folder(self.recorded, self.world, resume, allow_changed)
-        with closed_on_error(folder):
+        folder, beginning = self._found or output.find_folder(self.recorded, self.world, resume, allow_changed)
+        with output.closed_on_error(folder):
             if beginning is Beginning.COMPLETE:
                 self.summary = on_main(self.world, folder.read_summary)
-                return closing(folder, ())
+                return output.closing(folder, ())
             parts, state = self.make_parts(observers), self._first_state()
             goes_on = beginning is Beginning.RESUMED
             if goes_on:
@@ -317,12 +290,13 @@ class GRPOTrainer:
             first = state.complete_steps
             record = partial(folder.record_start, self.started_by, first, self.schedule.steps, self._facts)
             on_main(self.world, record)
-            self._training = training = Training.of(parts, self.schedule, folder, state, is_saved=goes_on)
+            self._training = training = Training(parts, self.schedule, folder, state, is_saved=goes_on)
         self.folder = folder
         self._engine_setup.move_log(folder.path / "logs")
-        self.summary = {**begun_summary(state, parts), "output_dir": str(folder.path)}
-        steps = self._steps(training)
-        return closing(folder, self._callbacks.with_on_end(steps))
+        self.summary = {**state.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
+        if self.evaluator and self.evaluator.success:
+            self.summary["success"] = str(self.evaluator.success)
+        return output.closing(folder, self._steps(training))
 
     def _first_state(self) -> State:
         metric = self.args.eval.metric_for_best_model
@@ -331,58 +305,80 @@ class GRPOTrainer:
 
     def make_parts(self, observers: Sequence[Observer] = ()) -> TrainerParts:
         """What the loop works with. Begins nothing."""
+        own = {one.name: getattr(self, one.name) for one in fields(TrainerParts) if hasattr(self, one.name)}
         return TrainerParts(
+            **own,
             config=self.args,
-            policy=self.policy,
-            reference=self.reference,
-            engine=self.engine,
-            sampler=self.sampler,
-            rewards=self.rewards,
-            prompts=self.prompts,
-            objective=self.objective,
-            optimizer=self.optimizer,
-            evaluator=self.evaluator,
-            budget=self.budget,
-            tokenizer=self.tokenizer,
+            sampling=Sampling.of(self.args.rollout),
             facts=self._facts,
             first_save=FirstSave(self.policy, self.args.model, is_wanted=self.args.report.check_saved),
-            layout=self.layout,
             requests=self._requests,
-            observers=Observers([_Record(self), self._callbacks, *observers]),
+            observers=Observers([self._callbacks, *observers], self.world),
         )
 
     def _steps(self, training: Training) -> Generator[dict[str, Any]]:
-        boundary, source = training.boundary, training.source
-        try:
-            self._callbacks.start(boundary.state.complete_steps, self._facts, source.pending)
-            before = evaluate_before(training, self.summary)
-            if before and self.evaluator and self._prints:
-                announce(evaluation_line(before, "before training", str(self.evaluator.success or "")))
-            for step in run(training):
-                yield step.metrics
-        except GeneratorExit:  # the loop that takes the steps is left; other ranks would have to come here to save
-            if self.world.size == 1:
-                boundary.save_before_end()
-            raise
-        except CancelledError:  # a rollout or an evaluation, because the run is to stop
-            boundary.stop_point()
-            raise
-        except NonFiniteError as error:  # the weights may be what is not finite: nothing is written of them
-            error.args = (f"{error}; in step {self.summary['steps'] + 1}",)
-            raise
-        except FIXABLE as error:
-            kept = boundary.save_before_end()
-            where = "" if isinstance(error, CallbackError) else f"in step {self.summary['steps'] + 1}; "
-            error.args = (f"{error}; {where}{kept}: fix it and resume",)
-            raise
-        finally:
-            source.cancel()
-            self.rewards.close()
-            if self.acting:
-                self.acting.close()
+        with self._callbacks.told_of_end(self):
+            try:
+                self._callbacks.start(training.state.complete_steps, self._facts, training.source.pending)
+                self._evaluate_before(training)
+                for step in run(training):
+                    yield step.metrics
+            except GeneratorExit:  # the loop that takes the steps is left; other ranks would have to come here to save
+                if self.world.size == 1:
+                    training.save_before_end()
+                raise
+            except CancelledError:  # a rollout or an evaluation, because the run is to stop
+                training.stop_point()
+                raise
+            except NonFiniteError as error:  # the weights may be what is not finite: nothing is written of them
+                error.args = (f"{error}; in step {self.summary['steps'] + 1}",)
+                raise
+            except FIXABLE as error:
+                kept = training.save_before_end()
+                where = "" if isinstance(error, CallbackError) else f"in step {self.summary['steps'] + 1}; "
+                error.args = (f"{error}; {where}{kept}: fix it and resume",)
+                raise
+            finally:
+                training.source.end("all")
+                self.rewards.close()
+                if self.acting:
+                    self.acting.close()
+            self._end(training)
+
+    def _evaluate_before(self, training: Training) -> None:
+        """Evaluate before the first step, if it is wanted. A resumed run reads that evaluation and the last one."""
+        folder, evaluator = training.folder, self.evaluator
+        evaluations = on_main(self.world, folder.evaluations)
+        if evaluator and self.args.eval.eval_on_start and 0 not in evaluations and not training.state.complete_steps:
+            state, found = evaluate(training)
+            training.reached(state)
+            on_main(self.world, lambda: folder.append_metrics({"step": 0, "time": time.time(), **found}))
+            if self._prints:
+                announce(evaluation_line(found, "before training", str(evaluator.success or "")))
+            evaluations = {0: found}
+        if last := max((step for step in evaluations if step), default=None):
+            self.summary["eval_after"] = evaluations[last]
+        if 0 in evaluations:
+            self.summary["eval_before"] = evaluations[0]
+
+    def record(self, step: CompleteStep) -> None:
+        """Take a complete step into the summary, and as the latest one."""
+        self.last_metrics, self.last_updates, summary = step.metrics, step.updates, self.summary
+        summary.setdefault("seconds_to_first_update", round(time.perf_counter() - self.started, 2))
+        summary |= step.state.for_summary(self.args.rollout.num_generations)
+        if evaluated := {key: value for key, value in step.metrics.items() if key.startswith("eval/")}:
+            summary["eval_after"] = evaluated
+
+    def _end(self, training: Training) -> None:
+        """Write what a complete run leaves beside its checkpoints."""
         if self.args.model.lora.save_merged:
             save_merged(training.folder.path / "merged", self.policy, self.tokenizer, self.world)
-        end_summary(self.summary, boundary.state, self.schedule, self.started)
+        best = training.state.best
+        if note := best.note():
+            self.summary["best"] = note
+        if best.exhausted and self.summary["steps"] < self.schedule.steps:
+            self.summary["stopped_early"] = True
+        self.summary["seconds"] = round(time.perf_counter() - self.started, 2)
         lags = self.args.rollout.lag > 0  # rollouts that later weights cannot draw
         on_main(self.world, lambda: training.folder.write_summary(self.summary, keep_journal=lags))
 
@@ -433,17 +429,15 @@ class GRPOTrainer:
 
     def began_as(self, start: Start, settings: GRPOConfig, folder: RunFolder, beginning: Beginning) -> None:
         """Take what the command line knows better than the arguments: how the process was started, the settings as the
-        run folder has them, the folder, and how to begin with what is in it."""
-        self.started_by, self.recorded, self._found = start, self._with_time(settings), (folder, beginning)
-
-    def _with_time(self, settings: GRPOConfig) -> GRPOConfig:
-        """The settings with the time that the chat template prints: for the run folder, and for a resume."""
-        return with_template_time(settings, self._template_time)
+        run folder has them (with the time that the chat template prints), the folder, and how to begin with what is in
+        it."""
+        self.started_by, self._found = start, (folder, beginning)
+        self.recorded = output.with_template_time(settings, self._template_time)
 
     def _start(self, folder: RunFolder, beginning: Beginning) -> None:
         text, again = self.prompts.fetch(DataCursor(), 1)[0].text, beginning is Beginning.AGAIN
         on_main(self.world, lambda: folder.start(self.recorded, text, anew=again, facts=self._facts))
-        log_to(folder, self.world)
+        output.log_to(folder, self.world)
         set_seed(ranks.seed_of(self.args.run.seed, self.world))
         if self._prints:
             note = " (it has no checkpoint: the run starts again)" if again else ""
@@ -451,7 +445,7 @@ class GRPOTrainer:
 
     def _resume(self, folder: RunFolder, parts: TrainerParts, state: State, allowed: Collection[str]) -> State:
         state, self.schedule, changes = resume_run(folder, parts, self.schedule, state, self.recorded, allowed)
-        log_to(folder, self.world)
+        output.log_to(folder, self.world)
         if self._prints:
             announce(self.describe(), f"resuming {folder.path} after step {state.complete_steps}", *changes)
         return state
@@ -467,17 +461,3 @@ class GRPOTrainer:
     def _evaluator(self, sets: Mapping[str, Data]) -> Evaluator:
         """The evaluator of some sets; tries the reward functions on two rows of each."""
         return Evaluator.of(self.args, sets, self.rewards, self.tokenizer, self._context, self.acting, self._tokens)
-
-
-class _Record(Observer):
-    """What a trainer says of its last step, for callbacks and the loop that takes the steps."""
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self._of = weakref.ref(trainer)  # no cycle: when a trainer goes, the memory of its model is free
-
-    def stepped(self, step: CompleteStep) -> Wishes:
-        """Record the step."""
-        if (trainer := self._of()) is not None:
-            trainer.last_metrics, trainer.last_updates = step.metrics, step.updates
-            record_step(trainer.summary, step, trainer.args, trainer.started)
-        return Wishes()

@@ -51,6 +51,21 @@ def test_the_tokenizer_round_trips(demo_tokenizer):
     assert demo_tokenizer.decode(demo_tokenizer(text)["input_ids"]) == text
 
 
+def test_a_stopped_demo_says_so_once(tmp_path, monkeypatch, capsys):
+    class Stopping(demo.GRPOTrainer):
+        def train(self):
+            self.stop()
+            return super().train()
+
+    config = load_config(demo.SETTINGS, ["--run.max_steps=2", "--rollout.prompts_per_step=4"])
+    (tmp_path / "short.toml").write_text(to_toml(config))
+    monkeypatch.setattr(demo, "SETTINGS", tmp_path / "short.toml")
+    monkeypatch.setattr(demo, "EVAL_PROBLEMS", 2)
+    monkeypatch.setattr(demo, "GRPOTrainer", Stopping)
+    assert main(["demo", "--output-dir", str(tmp_path / "a")]) == 75
+    assert capsys.readouterr().err.count("stopped by stop()") == 1
+
+
 def test_a_short_demo(tmp_path, monkeypatch, capsys):
     config = load_config(demo.SETTINGS, ["--run.max_steps=2", "--rollout.prompts_per_step=4", "--report.progress=no"])
     (tmp_path / "short.toml").write_text(to_toml(config))

@@ -203,10 +203,10 @@ class Harness:
 def _told(sample: Callable[..., Any]) -> Callable[..., Any]:
     """Sampling that prints which steps are drawn."""
 
-    def told(source: RolloutSource, step: int, cursor: Any, drawn: Any, pending: Any) -> Any:
-        if drawn is None:
-            print(f"{DRAWN}{step + 1}", flush=True)
-        return sample(source, step, cursor, drawn, pending)
+    def told(source: RolloutSource, cursor: Any, pending: Any) -> Any:
+        if pending.drawn is None:
+            print(f"{DRAWN}{pending.step}", flush=True)
+        return sample(source, cursor, pending)
 
     return told
 

@@ -68,7 +68,7 @@ def in_shards(policy, order, shards, budget, index, penalty):
     objective, batch, reference, bonus = case(index)
     context = context_for(policy, objective, budget, temperature=0.9, penalty=penalty, reference=reference)
     minibatch = part_of(batch, order)
-    weights = minibatch_weights(context, batch, minibatch)
+    weights = minibatch_weights(context, batch, minibatch, bonus)
     active = active_part(batch, minibatch, objective, bonus)
     weights = weights.at(active.positions_N)
     idle_tokens = minibatch.num_tokens - active.num_tokens
@@ -78,9 +78,7 @@ def in_shards(policy, order, shards, budget, index, penalty):
     for i in range(shards):
         bounds = (i * active.num_sequences // shards, (i + 1) * active.num_sequences // shards)
         shard = active.select(torch.arange(*bounds))
-        for forward in backward_passes(
-            context, batch, Shared((shard,), shard, 1.0), weights.at(shard.positions_N), bonus
-        ):
+        for forward in backward_passes(context, batch, Shared((shard,), shard, 1.0), weights.at(shard.positions_N)):
             forwards.append(dataclasses.replace(forward, positions_N=shard.positions_N[forward.positions_N]))
     statistics = token_statistics(objective, update_tokens(batch, active, weights, forwards)) + statistics
     return [p.grad.clone() for p in policy.model.parameters()], statistics

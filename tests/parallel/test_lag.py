@@ -90,7 +90,7 @@ def run_stopped(folder):
     real = stopped.engine.backend.step
 
     def step(tokens):
-        if threading.current_thread().name == "rollout-2":
+        if threading.current_thread().name == "rollout-3":
             calls.append(1)
             if len(calls) == 5 and stopped.world.rank == 1:
                 stopped.stop()

@@ -9,7 +9,7 @@ from cohort import GRPOConfig, GRPOTrainer
 from cohort.errors import ModelError
 from cohort.objective import PRESETS
 from cohort.policy import ExpertBalance, Policy, expert_counts
-from cohort.train.logps import expert_balance
+from cohort.train.sweep import expert_balance
 from tests.conftest import tiny_llama
 from tests.train.updates import DOUBLE, all_sequences, batch_for, context_for, gradient, segments_of
 

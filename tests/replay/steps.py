@@ -8,8 +8,8 @@ from cohort.config import GRPOConfig
 from cohort.replay.stored import read_step
 from cohort.runs.tables import with_facts, write_table
 from cohort.train import Rollout, assign_advantages, lay_out, split_minibatches, update
-from cohort.train.store import step_table
-from cohort.train.update import Seen, Updates
+from cohort.train.store import TrainedStep, step_table
+from cohort.train.update import Updates
 from tests.train.updates import CPU, context_for, logps_of, rollout, shifted_policy
 
 CONFIG = GRPOConfig(max_completion_length=8)
@@ -38,12 +38,13 @@ def stored_step(
     ref_N = old_N - 0.1 if objective.beta and objective.kl.estimator == "sampled" else None
     batch = dataclasses.replace(batch, old_logps_N=old_N if has_old else None, ref_logps_N=ref_N)
     batch = assign_advantages(batch, whole.used_scores, objective, max_completion_length=8)
+    objective = objective.model_copy(update={"minibatches": minibatches})
     context = context_for(policy, objective, budget, learning_rate=1e-2, reference=reference)
-    updates = Updates(0, Seen.nothing(batch))
+    updates = Updates.none(batch, 0)
     for part in split_minibatches(batch, minibatches) * iterations:
         updates.add(update(context, batch, part))
     rows = range(len(groups)) if chosen is None else chosen
-    table = step_table(context, 1, whole, batch, updates, minibatches, rows)
+    table = step_table(TrainedStep(1, context, whole, batch, updates), rows)
     write_table(table, folder / "rollouts" / "step-1.parquet")
     return read_step(folder, 1, CONFIG)
 

@@ -12,7 +12,7 @@ from cohort.errors import NonFiniteError, Stopped
 from cohort.objective import PRESETS
 from cohort.report.rollouts import StoredStep
 from cohort.train import NonFinite, NonFiniteLog, check_finite, part_of, update
-from cohort.train.logps import sampler_gap
+from cohort.train.sweep import sampler_gap
 from tests.conftest import tiny_llama
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of
 from tests.train.updates import all_sequences, batch_for, context_for, segments_of
@@ -59,7 +59,7 @@ def test_an_update_with_a_nan_is_skipped(float64_policy, what):
 
 def test_the_batch_is_saved_and_several_in_a_row_end_the_run(tmp_path, float64_policy):
     batch = batch_for(float64_policy, PAPER)
-    log = NonFiniteLog(tmp_path, limit=2)
+    log = NonFiniteLog(tmp_path / "nonfinite", limit=2)
     log.skipped("a value", batch, all_sequences(batch), 1, 1)
     log.skipped("a value", batch, part_of(batch, [4, 2]), 3, 1)
     with pytest.raises(NonFiniteError, match=r"step 4: a value.*2 in a row.*step-4-1\.parquet"):
@@ -72,7 +72,7 @@ def test_the_batch_is_saved_and_several_in_a_row_end_the_run(tmp_path, float64_p
     two = pyarrow.parquet.read_table(tmp_path / "nonfinite/step-3-1.parquet").to_pylist()
     assert two == [rows[4], rows[2]]
     (tmp_path / "file").touch()
-    failing = NonFiniteLog(tmp_path / "file", limit=2)  # as when the disk is full
+    failing = NonFiniteLog(tmp_path / "file" / "nonfinite", limit=2)  # as when the disk is full
     failing.skipped("a value", batch, all_sequences(batch), 1, 1)
     with pytest.raises(NonFiniteError, match=r"the batch could not be written \(Not a directory\)"):
         failing.skipped("a value", batch, all_sequences(batch), 2, 2)

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cohort.train.loop as loop_module
 from cohort.errors import ConfigError, PolicyMismatchError, RewardError, RunFolderError
-from cohort.train.loop import due
 from tests.conftest import tiny_llama
 from tests.rollout.test_families import ATTENTION
 from tests.train.harness import (
@@ -258,11 +257,6 @@ def test_the_seed_determines_the_run(demo_tokenizer, tmp_path):
         runs[name] = untimed_metrics_of(tmp_path / name)
     assert runs["a"] == runs["b"]
     assert runs["a"][0]["reward/mean"] != runs["c"][0]["reward/mean"]
-
-
-def test_due_counts_from_one():
-    assert [step for step in range(1, 6) if due(step, 2)] == [2, 4]
-    assert not any(due(step, 0) for step in range(6))
 
 
 # Checkpoints and resuming ---------------------------------------------------------------------------------------------

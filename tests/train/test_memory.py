@@ -399,7 +399,7 @@ def out_once(monkeypatch, place, name, at=1):
 
 
 PLACES = {
-    "old log-probs of the second step": ("logps", "token_logps", 2),
+    "old log-probs of the second step": ("sweep", "token_logps", 2),
     "norms of the terms": ("metrics", "microbatch_losses", 1),
     "backward": (torch.Tensor, "backward", 2),
     "statistics, beside the step": ("update", "token_statistics", 2),

@@ -10,9 +10,8 @@ from cohort.objective import PRESETS, TokenStatistics, k3
 from cohort.policy import Policy
 from cohort.rewards.runner import Scores
 from cohort.train import UpdateResult
-from cohort.train.layout import lay_out
+from cohort.train.layout import Rollout, lay_out
 from cohort.train.metrics import policy_movement, reward_metrics, step_metrics, value_metrics
-from cohort.train.rollout import Rollout
 from cohort.types import Completion, FinishReason, Group, Prompt
 from tests.conftest import each, tiny_llama
 from tests.train.test_layout import make_batch

@@ -12,7 +12,7 @@ from cohort.config import Source
 from cohort.rewards.mathematics import math
 from cohort.rewards.names import resolve_reward
 from cohort.runs.code import code_hash
-from cohort.train.inputs import name_of, recorded
+from cohort.train.inputs import Given, name_of, recorded
 from tests.train.harness import ROWS, digits_reward
 
 HERE = Path.cwd()
@@ -81,12 +81,14 @@ def test_a_function_that_only_the_running_script_defines_has_no_name(tmp_path, m
 def test_what_is_recorded_and_what_is_missing(tmp_path):
     config, missing = recorded(
         GRPOConfig(tools=["calculator"]),
-        model=tmp_path,
-        reward_funcs=[digits_reward, "gsm8k"],
-        train_dataset=["a.jsonl", Source(path="b.jsonl", weight=2.0)],
-        eval_dataset={"x": "x.jsonl", "y": ["y.jsonl"]},
-        tools=digits_reward,
-        environment_factory={"one": Environment},
+        Given(
+            model=tmp_path,
+            reward_funcs=[digits_reward, "gsm8k"],
+            train_dataset=["a.jsonl", Source(path="b.jsonl", weight=2.0)],
+            eval_dataset={"x": "x.jsonl", "y": ["y.jsonl"]},
+            tools=digits_reward,
+            environment_factory={"one": Environment},
+        ),
     )
     assert missing == {}
     assert (config.model.path, config.environment.factory) == (str(tmp_path), {"one": f"{__name__}:Environment"})
@@ -98,7 +100,7 @@ def test_what_is_recorded_and_what_is_missing(tmp_path):
 
     given = {"model": object(), "train_dataset": ROWS, "eval_dataset": {"x": ROWS}, "processing_class": object()}
     given |= {"reward_funcs": [digits_reward, lambda **_: 1], "environment_factory": lambda: Environment()}
-    config, missing = recorded(GRPOConfig(), **given)
+    config, missing = recorded(GRPOConfig(), Given(**given))
     assert config == GRPOConfig()
     assert missing.keys() == given.keys()
     assert missing["train_dataset"] == "rows in memory"

@@ -4,7 +4,7 @@ import torch
 
 from cohort.objective import PRESETS, Coefficients, TokenStatistics, UpdateTokens, coefficients
 from cohort.train import part_of
-from cohort.train.update import NonFinite, Seen, UpdateResult, Updates, Used
+from cohort.train.update import NonFinite, UpdateResult, Updates, Used
 from tests.train.test_layout import make_batch
 
 
@@ -29,26 +29,25 @@ def used(batch, minibatch, active, logp):
     return Used(part_of(batch, minibatch), part, tokens if active else None)
 
 
+def result(batch, minibatch, active, logp):
+    of_update = used(batch, minibatch, active, logp)
+    logps_N = torch.zeros(batch.num_tokens)
+    return UpdateResult(TokenStatistics.of_idle(3, 0), logps_N, 0.0, 0.1, 0.0, used=of_update)
+
+
 def test_the_first_pass_stays():
     """Four sequences of 2, 1, 3 and 2 tokens: one never used, one first used without a pass."""
     batch = make_batch([[2, 1], [3, 2]], [0.0] * 4)
-    seen = Seen.nothing(batch)
-    seen.add(0, used(batch, [0, 1], [0], -1.0), batch.num_tokens)
-    seen.add(2, used(batch, [2], [], -9.0), batch.num_tokens)  # update 1 was skipped
-    assert seen.update_S.tolist() == [0, 0, 2, -1]
-    seen.add(3, used(batch, [0, 1, 2], [0, 1, 2], -2.0), batch.num_tokens)
-    seen.add(4, used(batch, [0, 1, 2], [0, 1, 2], -3.0), batch.num_tokens)
-    assert seen.update_S.tolist() == [0, 3, 3, -1]
-    assert seen.passed_S.tolist() == [True, True, True, False]
-    assert seen.values["logps"].tolist() == [-1.0, -1.0, -2.0, -2.0, -2.0, -2.0, 0.0, 0.0]
-    assert seen.values["weight"].dtype == torch.float64
-
-
-def test_what_is_kept_of_an_update_has_no_tensors_of_its_passes():
-    batch = make_batch([[2, 1]], [0.0] * 2)
-    part, updates = part_of(batch, [0, 1]), Updates(0, Seen.nothing(batch))
-    of_nothing = Used(part, part, None)
-    updates.add(UpdateResult(TokenStatistics.of_idle(3, 0), torch.zeros(3), 0.0, 0.1, 0.0, used=of_nothing))
-    assert updates.results[0].used is None
+    updates = Updates.none(batch, 0)
+    updates.add(result(batch, [0, 1], [0], -1.0))
     updates.add(NonFinite("a value is NaN"))
-    assert (updates.done, updates.skipped) == (2, [1])
+    updates.add(result(batch, [2], [], -9.0))
+    assert updates.update_S.tolist() == [0, 0, 2, -1]
+    updates.add(result(batch, [0, 1, 2], [0, 1, 2], -2.0))
+    updates.add(result(batch, [0, 1, 2], [0, 1, 2], -3.0))
+    assert updates.update_S.tolist() == [0, 3, 3, -1]
+    assert updates.passed_S.tolist() == [True, True, True, False]
+    assert updates.values["logps"].tolist() == [-1.0, -1.0, -2.0, -2.0, -2.0, -2.0, 0.0, 0.0]
+    assert updates.values["weight"].dtype == torch.float64
+    assert [one is None for one in updates.outcomes] == [False, True, False, False, False]
+    assert all(one.used is None for one in updates.results)  # the tensors of the passes are not kept

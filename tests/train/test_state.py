@@ -88,6 +88,17 @@ def test_what_a_reward_changes_is_put_back_and_told_once(demo_tokenizer, tmp_pat
     assert torch.get_default_device().type == "cpu"
 
 
+@pytest.mark.parametrize("change", [False, True])
+def test_deterministic_algorithms_that_only_warn_stay_so(change, caplog):
+    """A script's mode has two flags, and a function may change either."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with state.kept(digits_reward):
+        torch.use_deterministic_algorithms(change)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert "digits_reward has called torch.use_deterministic_algorithms: True is put back" in caplog.messages[0]
+
+
 def test_an_update_needs_no_gradients_of_the_script(demo_tokenizer, tmp_path):
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, term_norms_steps=1)
     torch.set_grad_enabled(False)

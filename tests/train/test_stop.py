@@ -80,7 +80,7 @@ def assert_same(one, other):
     assert mine["numbers"] == theirs["numbers"]
     assert mine["tensors"].keys() == theirs["tensors"].keys()
     assert all(torch.equal(value, theirs["tensors"][name]) for name, value in mine["tensors"].items())
-    assert one._training.boundary.state.adaptive == other._training.boundary.state.adaptive
+    assert one._training.state.adaptive == other._training.state.adaptive
     folders = one.folder.path, other.folder.path
     assert untimed_metrics_of(folders[0]) == untimed_metrics_of(folders[1])
     for kind in ("rollouts", "evaluations"):
@@ -126,6 +126,29 @@ def requests_of(trainer):
     return drawn
 
 
+def goes_on(make, folder, sampled=None, before=lambda: None):
+    """Resume the run in a folder: it equals one in one go, and its engine is asked for so many completions."""
+    resumed = make(folder / "run")
+    drawn = requests_of(resumed)
+    before()
+    resumed.train(resume=True)
+    assert sampled in (None, len(drawn))
+    straight = make(folder / "straight")
+    straight.train()
+    assert_same(straight, resumed)
+
+
+class StopsAt:
+    """Stops a run once its rollout of a step is scored."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_rollout(self, trainer, event):
+        if event.step == self.step:
+            trainer.stop()
+
+
 # Every moment ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,44 +179,28 @@ def test_a_stop_between_two_updates_waits_for_the_end_of_the_step(demo_tokenizer
     def make(folder):
         return make_trainer(demo_tokenizer, folder, **UPDATES)
 
-    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "stopped")
-    straight.train()
+    stopped = make(tmp_path / "run")
     stops_at_update(stopped, 2)
     with pytest.raises(Stopped, match="stopped by .* after step 1; .*step-1 holds this moment") as caught:
         stopped.train()
     assert caught.value.code == 75
     assert str(caught.value).endswith("; continue with the same script and train(resume='auto')")  # the model is new
     assert stopped.policy.version == 4
-    assert [line["step"] for line in metrics_of(tmp_path / "stopped")] == [1]
-    resumed = make(tmp_path / "stopped")
-    resumed.train(resume=True)
-    assert_same(straight, resumed)
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1]
+    goes_on(make, tmp_path)
 
 
 def test_a_stop_before_the_first_update_keeps_the_rollout(demo_tokenizer, tmp_path):
     """Its table is in the journal, and the checkpoint is of the moment before the step."""
-    stopped_by = []
-
-    class Stops:
-        def on_rollout(self, trainer, event):
-            stopped_by.append(event.step)
-            trainer.stop()
 
     def make(folder, callbacks=()):
         return make_trainer(demo_tokenizer, folder, exact_model(demo_tokenizer), callbacks=callbacks, **UPDATES)
 
     with pytest.raises(Stopped, match="after step 0; .*step-0 holds"):
-        make(tmp_path / "stopped", [Stops()]).train()
-    assert stopped_by == [1]
-    assert journal_of(tmp_path / "stopped") == ["step-1.safetensors"]
-    resumed = make(tmp_path / "stopped")
-    drawn = requests_of(resumed)
-    resumed.train(resume=True)
-    assert len(drawn) == 16  # the second of two steps
-    assert not (tmp_path / "stopped" / "journal").exists()
-    straight = make(tmp_path / "straight")
-    straight.train()
-    assert_same(straight, resumed)
+        make(tmp_path / "run", [StopsAt(1)]).train()
+    assert journal_of(tmp_path / "run") == ["step-1.safetensors"]
+    goes_on(make, tmp_path, sampled=16)  # the second of two steps
+    assert not (tmp_path / "run" / "journal").exists()
 
 
 def test_a_killed_run_samples_nothing_again_that_the_journal_has(demo_tokenizer, tmp_path):
@@ -202,10 +209,8 @@ def test_a_killed_run_samples_nothing_again_that_the_journal_has(demo_tokenizer,
     def make(folder):
         return make_trainer(demo_tokenizer, folder, **UPDATES | {"max_steps": 6, "save_steps": 1, "top_p": 0.9})
 
-    straight, killed = make(tmp_path / "straight"), make(tmp_path / "killed")
-    straight.train()
-    break_after(killed, 1)
-    killed = make(tmp_path / "killed")
+    break_after(make(tmp_path / "run"), 1)
+    killed = make(tmp_path / "run")
     real_update, updates = killed.optimizer.step, []
 
     def step(*arguments):
@@ -219,26 +224,17 @@ def test_a_killed_run_samples_nothing_again_that_the_journal_has(demo_tokenizer,
     killed.folder.save_checkpoint = lambda *_, **__: True  # nothing of it reaches the disk
     with pytest.raises(KeyboardInterrupt):
         list(steps)
-    assert journal_of(tmp_path / "killed") == [f"step-{step}.safetensors" for step in (2, 3, 4, 5)]
-    resumed = make(tmp_path / "killed")
-    drawn = requests_of(resumed)
-    resumed.train(resume=True)
-    assert len(drawn) == 16
-    assert_same(straight, resumed)
+    assert journal_of(tmp_path / "run") == [f"step-{step}.safetensors" for step in (2, 3, 4, 5)]
+    goes_on(make, tmp_path, sampled=16)
 
 
 @pytest.mark.parametrize("damage", ["cut", "a bit", "gone"])
 def test_a_damaged_journal_is_sampled_again(demo_tokenizer, tmp_path, damage, caplog):
-    class Stops:
-        def on_rollout(self, trainer, event):
-            if event.step == 2:
-                trainer.stop()
-
     def make(folder, callbacks=()):
         return make_trainer(demo_tokenizer, folder, callbacks=callbacks, max_steps=3)
 
     with pytest.raises(Stopped):
-        make(tmp_path / "run", [Stops()]).train()
+        make(tmp_path / "run", [StopsAt(2)]).train()
     path = tmp_path / "run" / "journal" / "step-2.safetensors"
     content = bytearray(path.read_bytes())
     if damage == "a bit":
@@ -246,14 +242,8 @@ def test_a_damaged_journal_is_sampled_again(demo_tokenizer, tmp_path, damage, ca
     path.write_bytes(content[: len(content) // 2] if damage == "cut" else content)
     if damage == "gone":
         path.unlink()
-    resumed = make(tmp_path / "run")
-    drawn = requests_of(resumed)
-    resumed.train(resume=True)
-    assert len(drawn) == 32
+    goes_on(make, tmp_path, sampled=32)
     assert ("step 2 is sampled again" in caplog.text) == (damage != "gone")
-    straight = make(tmp_path / "straight")
-    straight.train()
-    assert_same(straight, resumed)
 
 
 @pytest.mark.parametrize(
@@ -267,17 +257,12 @@ def test_a_damaged_journal_is_sampled_again(demo_tokenizer, tmp_path, damage, ca
 def test_what_a_changed_run_takes_from_the_journal(demo_tokenizer, tmp_path, changed, sampled):
     """Stopped in step 2 of 3. What a change of the updates cannot reach is read; a longer run has one step more."""
 
-    class Stops:
-        def on_rollout(self, trainer, event):
-            if event.step == 2:
-                trainer.stop()
-
     def make(callbacks=(), **settings):
         settings = {"max_steps": 3, "lr_scheduler_type": "constant"} | settings
         return make_trainer(demo_tokenizer, tmp_path / "run", callbacks=callbacks, **settings)
 
     with pytest.raises(Stopped):
-        make([Stops()]).train()
+        make([StopsAt(2)]).train()
     resumed = make(**changed)
     drawn = requests_of(resumed)
     allowed = ["optim.learning_rate", "objective.beta", "rollout.lag", "rollout.temperature"]
@@ -335,20 +320,14 @@ def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_
     def make(folder):
         return make_trainer(demo_tokenizer, folder, rewards=[other, hanging], max_steps=1, stop_seconds=0.6)
 
-    stopped, started = make(tmp_path / "stopped"), time.monotonic()
+    stopped, started = make(tmp_path / "run"), time.monotonic()
     with pytest.raises(Stopped, match="stopped by SIGTERM after step 0"):
         stopped.train()
     assert time.monotonic() - started < 10
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     hangs[0] = False
-    resumed, drawn = make(tmp_path / "stopped"), []
-    resumed.engine.submit = drawn.extend
-    calls.clear()
-    resumed.train(resume=True)
-    assert (drawn, calls) == ([], [16])
-    straight = make(tmp_path / "straight")
-    straight.train()
-    assert_same(straight, resumed)
+    goes_on(make, tmp_path, sampled=0, before=calls.clear)
+    assert calls.count(16) == 2  # resumed, and in one go
 
 
 # Rollouts beside the training -----------------------------------------------------------------------------------------
@@ -369,7 +348,7 @@ def stops_in_sampling(trainer, rollout, decodes, updates):
     real_update = trainer.optimizer.step
 
     def step(tokens):
-        if threading.current_thread().name == f"rollout-{rollout}":
+        if threading.current_thread().name == f"rollout-{rollout + 1}":
             calls.append(len(tokens))
             if len(calls) == decodes:
                 assert trained.wait(30)
@@ -417,7 +396,7 @@ def test_a_stop_waits_for_what_is_sampled_beside_the_training(
         stopped.train()
     kept = len(journal_of(tmp_path / "run"))
     assert kept >= 1
-    done = stopped._training.boundary.state.complete_steps
+    done = stopped._training.state.complete_steps
     resumed = lagging(demo_tokenizer, tmp_path / "run", lag=lag)
     drawn = requests_of(resumed)
     resumed.train(resume=True)
@@ -431,14 +410,11 @@ def test_a_stop_before_an_evaluation_waits_for_what_is_drawn_beside_it(demo_toke
     def make(folder):
         return lagging(demo_tokenizer, folder, eval_rows=ROWS[:2], eval_steps=1)
 
-    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "run")
-    straight.train()
+    stopped = make(tmp_path / "run")
     stops_in_sampling(stopped, 2, 1, 8)
     with pytest.raises(Stopped, match="in the evaluation after step 2"):
         stopped.train()
-    resumed = make(tmp_path / "run")
-    resumed.train(resume=True)
-    assert_same(straight, resumed)
+    goes_on(make, tmp_path)
 
 
 def test_a_stop_in_scoring_beside_the_training_keeps_what_is_drawn(demo_tokenizer, tmp_path):
@@ -458,13 +434,8 @@ def test_a_stop_in_scoring_beside_the_training_keeps_what_is_drawn(demo_tokenize
     with pytest.raises(Stopped):
         stopped.train()
     hangs[0] = False
-    resumed = lagging(demo_tokenizer, tmp_path / "run", judge)
-    drawn = requests_of(resumed)
-    resumed.train(resume=True)
-    assert (len(drawn), len(called)) == (16, 32)
-    straight = lagging(demo_tokenizer, tmp_path / "straight", judge)
-    straight.train()
-    assert_same(straight, resumed)
+    goes_on(lambda folder: lagging(demo_tokenizer, folder, judge), tmp_path, sampled=16)
+    assert len(called) == 3 * 16  # stopped, resumed, and in one go
 
 
 def test_a_function_that_hangs_beside_the_training_does_not_hold_up_a_stop(demo_tokenizer, tmp_path, monkeypatch):
@@ -484,14 +455,7 @@ def test_a_function_that_hangs_beside_the_training_does_not_hold_up_a_stop(demo_
     for thread in [one for one in threading.enumerate() if one.name.startswith("rollout-")]:
         thread.join(10)
     hangs[0] = False
-    resumed = lagging(demo_tokenizer, tmp_path / "run", hanging, max_steps=2)
-    drawn = []
-    resumed.engine.submit = drawn.extend
-    resumed.train(resume=True)
-    assert drawn == []
-    straight = lagging(demo_tokenizer, tmp_path / "straight", hanging, max_steps=2)
-    straight.train()
-    assert_same(straight, resumed)
+    goes_on(lambda folder: lagging(demo_tokenizer, folder, hanging, max_steps=2), tmp_path, sampled=0)
 
 
 @pytest.mark.slow
@@ -569,17 +533,13 @@ def test_a_kill_after_an_evaluation_that_goes_on_writes_no_line_twice(demo_token
         settings = {"rows": ROWS[2:], "eval_rows": ROWS[:2], "eval_steps": 1, "save_steps": 0, "max_steps": 2}
         return make_trainer(demo_tokenizer, folder, rewards=judge, **settings)
 
-    straight, stopped = make(tmp_path / "straight"), make(tmp_path / "run")
-    straight.train()
-    stops.append(stopped)
+    stops.append(make(tmp_path / "run"))
     with pytest.raises(Stopped, match="in the evaluation after step 1"):
-        stopped.train()
+        stops[0].train()
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0]
     break_after(make(tmp_path / "run"), 1, resume=True)
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [0, 1]
-    resumed = make(tmp_path / "run")
-    resumed.train(resume=True)
-    assert_same(straight, resumed)
+    goes_on(make, tmp_path)
 
 
 def test_what_was_stopped_in_its_last_evaluation_is_evaluated_once_and_made_longer(demo_tokenizer, tmp_path):
@@ -645,17 +605,13 @@ def test_scores_of_a_function_that_has_changed_are_not_kept(demo_tokenizer, tmp_
 def test_scores_of_a_function_that_has_changed_where_they_decide_how_many_groups_there_are(demo_tokenizer, tmp_path):
     """A rollout of dynamic sampling is sampled again: the new scores may ask for another round."""
 
-    class Stops:
-        def on_rollout(self, trainer, event):
-            trainer.stop()
-
     def make(reward, callbacks=()):
         rule = {"rule": "dynamic_sampling", "max_rounds": 3}
         settings = {"max_steps": 1, "group_filter": rule}
         return make_trainer(demo_tokenizer, tmp_path / "run", rewards=reward, callbacks=callbacks, **settings)
 
     with pytest.raises(Stopped):
-        make(the_function_of_now(), [Stops()]).train()
+        make(the_function_of_now(), [StopsAt(1)]).train()
     assert journal_of(tmp_path / "run") == ["step-1.safetensors"]
     make(rarely).train(resume=True, allow_changed=["code", "rewards"])
     groups = [row["group"] for row in rows_of(tmp_path / "run")]
@@ -681,16 +637,9 @@ def test_an_unscored_rollout_has_the_random_numbers_of_before_its_scoring(demo_t
         return make_trainer(demo_tokenizer, folder, rewards=[noisy, fails], on_error="stop", max_steps=3, **rule)
 
     with pytest.raises(RewardError):
-        make(tmp_path / "failed").train()
+        make(tmp_path / "run").train()
     broken[0] = False
-    resumed = make(tmp_path / "failed")
-    drawn = requests_of(resumed)
-    random.seed(7)
-    resumed.train(resume=True)
-    assert len(drawn) == 32 if rounds else 16
-    straight = make(tmp_path / "straight")
-    straight.train()
-    assert_same(straight, resumed)
+    goes_on(make, tmp_path, sampled=32 if rounds else 16, before=lambda: random.seed(7))
 
 
 def test_what_follows_a_rollout_that_is_sampled_again_is_not_read(demo_tokenizer, tmp_path):
@@ -733,30 +682,6 @@ def test_an_evaluation_that_was_asked_for_is_repeated(demo_tokenizer, tmp_path):
     make().train(resume=True)
     evaluated = [line["step"] for line in metrics_of(tmp_path / "run") if "eval/reward/mean" in line]
     assert evaluated == [1, 2]
-
-
-def test_a_failing_reward_loses_no_completion(demo_tokenizer, tmp_path):
-    """What was sampled is kept, and scored by the repaired function."""
-    broken = [True]
-
-    def fails(completions, trainer_state, **_):
-        if broken[0] and trainer_state.global_step == 1:
-            raise ValueError("no")
-        return digits_reward(completions)
-
-    def make(folder):
-        return make_trainer(demo_tokenizer, folder, rewards=fails, on_error="stop", max_steps=2)
-
-    with pytest.raises(RewardError, match="no.*; in step 2; a checkpoint of step 1 is kept: fix it and resume"):
-        make(tmp_path / "failed").train()
-    broken[0] = False
-    resumed, drawn = make(tmp_path / "failed"), []
-    resumed.engine.submit = drawn.extend
-    resumed.train(resume=True)
-    assert drawn == []
-    straight = make(tmp_path / "straight")
-    straight.train()
-    assert_same(straight, resumed)
 
 
 def rarely(completions, **_):

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from cohort.train.layout import Rollout
 from cohort.train.metrics import SHORTEST, repetition, text_metrics
-from cohort.train.rollout import Rollout
 from cohort.types import Completion, FinishReason, Group, Prompt
 
 

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A full disk, a missing folder, a rank that has died or a server without an answer is not a user error.
         return 1 if isinstance(error, OSError | RankError | StepError | TrackerError) else 2
     except Stopped as stopped:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" and not stopped.is_printed:  # as it is of the demo
             print(f"cohort: {stopped}", file=sys.stderr)
         return STOPPED
     except KeyboardInterrupt as interrupt:

@@ -19,7 +19,7 @@ from cohort.presets.parts import DynamicSampling
 from cohort.report import diagnosis
 from cohort.runs.output import output_folder
 from cohort.train.inputs import chosen_model
-from cohort.train.logps import CACHED, SERVED, most_gap
+from cohort.train.sweep import CACHED, SERVED, most_gap
 from cohort.types import FinishReason
 
 OF_ROLLOUT = ("sampler", "reference", "signal", "rewards", "duplicates", "cut", "time")

@@ -36,7 +36,7 @@ from cohort.rollout.vllm.own_server import OwnServer, interpreter
 from cohort.rollout.vllm.transports import transport_of
 from cohort.runs.changes import machine, versions
 from cohort.train import NonFinite, Optimizer, StepContext, TokenBudget, lay_out, part_of, update
-from cohort.train.logps import CACHED, most_gap, sampler_gap
+from cohort.train.sweep import CACHED, most_gap, sampler_gap
 from cohort.types import Prompt, TokenBatch
 
 REPORT = "open an issue with all lines of this output"

@@ -27,11 +27,11 @@ from cohort.train import (
     update,
 )
 from cohort.train.context import PhaseClock
-from cohort.train.logps import CHECKED_COMPLETIONS, sampler_gap
 from cohort.train.loop import with_advantages_and_logps
 from cohort.train.metrics import policy_movement
 from cohort.train.ranks import update_engine
 from cohort.train.source import trainer_state
+from cohort.train.sweep import CHECKED_COMPLETIONS, sampler_gap
 from cohort.types import TokenBatch
 
 PROMPTS = 16
@@ -88,7 +88,7 @@ def try_run(run: Run) -> Trial:
     scale = config.rollout.prompts_per_step / count
     seconds = {phase: found * scale for phase, found in clock.seconds.items()}
 
-    context = parts.context(Adaptive.of(parts.objective).applied_to(parts.objective))
+    context = replace(parts, objective=Adaptive.of(parts.objective).applied_to(parts.objective))
     batch = lay_out(rollouts[0].used_groups, parts.policy.device, context.repetition_penalty)
     gap = sampler_gap(context, batch)
     reference_gap = _reference_gap(context, batch)

@@ -34,8 +34,8 @@ from cohort.train import (
     update,
 )
 from cohort.train.inputs import chosen_model
-from cohort.train.logps import token_logps
 from cohort.train.metrics import term_gradients
+from cohort.train.sweep import token_logps
 
 WHOLE = ""
 """Stands for the sum of the terms."""

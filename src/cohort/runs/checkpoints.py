@@ -51,15 +51,23 @@ from cohort.runs.writer import Write, Writer
 # Cohort's own draws are functions of keys (see ``RNGKey``) and depend on none of these.
 
 
-def random_state() -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's generators, in types of JSON."""
-    version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+Generators: TypeAlias = tuple[Any, Any, Tensor, list[Tensor]]
+"""The states of Python's, NumPy's, torch's and CUDA's generators, as these give them."""
+
+
+def generators() -> Generators:
+    """The present states of the generators; CUDA's where it is used."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def random_state(of: Generators | None = None) -> dict[str, Any]:
+    """The states of the generators in types of JSON. None: the present ones."""
+    (version, numbers, gauss), (name, keys, *rest), of_torch, cuda = of or generators()
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [name, [int(key) for key in keys], *rest],
-        "torch": _hex(torch.get_rng_state()),
+        "torch": _hex(of_torch),
         "cuda": [_hex(state) for state in cuda],
     }
 
@@ -94,16 +102,14 @@ def set_seed(seed: int) -> None:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restore the state of all generators after the block."""
-    python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    python, of_numpy, of_torch, cuda = generators()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(of_numpy)
         torch.set_rng_state(of_torch)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        torch.cuda.set_rng_state_all(cuda)  # of none, if CUDA is not used
 
 
 @contextmanager

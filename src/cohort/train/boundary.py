@@ -10,10 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from cohort.errors import ConfigError, RunFolderError, Stopped
 from cohort.parallel import on_main, together
 from cohort.runs.changes import UNSTEADY, Change, fact_changes, refuse, take_threads
 from cohort.runs.changes import describe as describe_changes
-from cohort.runs.checkpoints import SavedState, load_checkpoint, random_state, saved_identity
+from cohort.runs.checkpoints import Generators, SavedState, generators, load_checkpoint, random_state, saved_identity
 from cohort.runs.folder import RunFolder
 from cohort.runs.journal import EXACT
 from cohort.runs.reading import damage_named
@@ -31,46 +30,43 @@ from cohort.train.source import RolloutSource
 from cohort.train.state import State
 
 
-class Boundary:
-    """The last moment between two steps that a run has reached.
+class Training:
+    """A run that trains, with the last moment between two steps that it has reached.
 
     Args:
         parts: the collaborators of the run.
+        schedule: its schedule.
         folder: its folder.
-        source: its rollouts.
         state: the state that it goes on from.
         is_saved: whether a checkpoint of this state exists.
     """
 
     def __init__(
-        self, parts: TrainerParts, folder: RunFolder, source: RolloutSource, state: State, *, is_saved: bool = False
+        self, parts: TrainerParts, schedule: Schedule, folder: RunFolder, state: State, *, is_saved: bool = False
     ) -> None:
-        self._parts, self._folder, self._source = parts, folder, source
+        self.parts, self.schedule, self.folder = parts, schedule, folder
+        self.source = RolloutSource(parts, schedule, folder, state)
+        """Its rollouts."""
         self.state = state
+        """That of the moment."""
         self._saved = state if is_saved else None
-        self._random: dict[str, Any] | None = None
+        self._generators: Generators | None = None
 
     def reached(self, state: State) -> State:
         """A step, or its evaluation, is complete. Returns the state."""
-        self.state, self._random = state, None
+        self.state, self._generators = state, None
         return state
 
     def begin_step(self) -> None:
         """A step begins, unless the run is to stop. User functions will draw random numbers; a checkpoint of this
         moment has the generators as they are now."""
         self.stop_point()
-        self._random = random_state()
+        self._generators = generators()
 
     @property
-    def holds(self) -> bool:
+    def is_at_boundary(self) -> bool:
         """Whether weights and optimizer are those of this moment: no optimizer step was made since."""
-        return self._parts.policy.version == self.state.version
-
-    @property
-    def where(self) -> str:
-        """The moment in words."""
-        step = self.state.complete_steps
-        return f"after step {step}" if self.state.metrics is None else f"in the evaluation after step {step}"
+        return self.parts.policy.version == self.state.version
 
     def save(self, *, wait: bool = False) -> None:
         """Write a checkpoint of this moment, unless there is one. Every rank must call.
@@ -78,12 +74,12 @@ class Boundary:
         Args:
             wait: whether to return only when it is written.
         """
-        parts, state = self._parts, self.state
-        self._source.journal_pending()
+        parts, state = self.parts, self.state
+        self.source.journal_pending()
         if state is not self._saved:
-            random = self._random or random_state()
-            if self._random and parts.config.rollout.lag:  # functions have drawn for pending rollouts, which have ended
-                random = random_state() | {name: random[name] for name in ("torch", "cuda")}
+            random = random_state(self._generators)
+            if self._generators and parts.config.rollout.lag:  # functions have drawn for pending rollouts
+                random |= {name: value for name, value in random_state().items() if name in ("python", "numpy")}
             loop = {
                 **state.to_store(),
                 "identity": parts.facts,
@@ -92,10 +88,10 @@ class Boundary:
                 "observers": parts.observers.state_dict(),
             }
             saved = SavedState(state.complete_steps, parts.optimizer.state_dict(), loop)
-            if self._folder.save_checkpoint(parts.models, saved, parts.world, wait=wait):
+            if self.folder.save_checkpoint(parts.models, saved, parts.world, wait=wait):
                 self._saved = state
         elif wait:
-            on_main(parts.world, self._folder.settle)
+            on_main(parts.world, self.folder.settle)
 
     def stop_point(self) -> None:
         """Write a checkpoint if one is asked for, and end the run if it is to stop, unless an optimizer step was made
@@ -105,53 +101,32 @@ class Boundary:
         Raises:
             Stopped: the run is to stop, and the checkpoint is written.
         """
-        requests, world = self._parts.requests, self._parts.world
-        if not self.holds:
+        requests, world, step = self.parts.requests, self.parts.world, self.state.complete_steps
+        if not self.is_at_boundary:
             return
         if world.is_main:
-            requests.look(self._folder.save_request)
+            requests.save |= self.folder.save_request.exists()
         asked = world.gather((requests.stop, requests.save, requests.reason))
         stop = next((reason for stops, _, reason in asked if stops), None)
         if stop is None and not any(saves for _, saves, _ in asked):
             return
         requests.save = False  # before it is written: a request meanwhile is for a newer one
         self.save(wait=True)
-        on_main(world, lambda: self._folder.save_request.unlink(missing_ok=True))
+        on_main(world, lambda: self.folder.save_request.unlink(missing_ok=True))
         if stop is not None:
             requests.met = True
-            checkpoint = self._folder.checkpoint(self.state.complete_steps)
-            raise Stopped(f"stopped by {stop} {self.where}; {checkpoint} holds this moment")
+            where = f"after step {step}" if self.state.metrics is None else f"in the evaluation after step {step}"
+            raise Stopped(f"stopped by {stop} {where}; {self.folder.checkpoint(step)} holds this moment")
 
     def save_before_end(self) -> str:
         """Write what can be written when an error, or the caller, ends the run here. Returns what it is, in words.
         Every rank must call."""
-        self._source.finish_sampling()
-        if self.holds:
+        self.source.end("scores")
+        if self.is_at_boundary:
             self.save(wait=True)
             return f"a checkpoint of step {self.state.complete_steps} is kept"
-        self._source.journal_pending()
+        self.source.journal_pending()
         return "the newest checkpoint is kept, and the rollouts since"
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """A run that trains. Nothing of it is rebound."""
-
-    parts: TrainerParts
-    schedule: Schedule
-    folder: RunFolder
-    source: RolloutSource
-    """Its rollouts."""
-    boundary: Boundary
-    """The last moment between two steps, with the state."""
-
-    @classmethod
-    def of(
-        cls, parts: TrainerParts, schedule: Schedule, folder: RunFolder, state: State, *, is_saved: bool
-    ) -> Training:
-        """A run that goes on from a state; ``is_saved``: whether a checkpoint of it exists."""
-        source = RolloutSource(parts, schedule, folder, state)
-        return cls(parts, schedule, folder, source, Boundary(parts, folder, source, state, is_saved=is_saved))
 
 
 @contextmanager
@@ -168,6 +143,7 @@ def with_resume_hint(how: str, *, show: bool) -> Iterator[None]:
         stopped.text += f"; continue with {how}"
         if show:
             print(f"cohort: {stopped}", file=sys.stderr)
+            stopped.is_printed = True
         raise
 
 

@@ -27,11 +27,11 @@ WORK = {"generate": "sampling", "reward": "scoring", "logps": "log-probs", "meas
 """Phases by their names in the messages of the watchdog, where these differ."""
 
 
+@dataclass(slots=True)
 class PhaseClock:
     """Seconds of each phase of a step."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def __call__(self, phase: str, detail: Callable[[], str] = str) -> Iterator[None]:
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """The collaborators of one step. The loop makes one for each step; its fields are not rebound."""
+    """The collaborators of one step."""
 
     policy: Policy
     """The model that is trained."""
@@ -98,11 +98,6 @@ class StepContext:
     def world(self) -> World:
         """The ranks that share the step's work."""
         return self.layout.world
-
-    @property
-    def temperature(self) -> float:
-        """The divisor of the logits."""
-        return self.sampling.temperature
 
     @property
     def repetition_penalty(self) -> float:

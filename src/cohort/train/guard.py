@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,16 @@ def batch_ids(batch: TokenBatch, sequence: int) -> list[int]:
     return ids
 
 
+@dataclass(frozen=True, slots=True)
 class NonFiniteLog:
-    """Keeps the batches of skipped updates; ends the run after several in a row.
+    """Keeps the batches of skipped updates; ends the run after several in a row."""
 
-    Args:
-        folder: the run's folder; batches are written to ``nonfinite/`` in it.
-        limit: this many in a row end the run.
-        world: the ranks, of which the first writes.
-    """
-
-    def __init__(self, folder: Path, limit: int, world: World | None = None) -> None:
-        self._world = world or World()
-        self._folder = folder / "nonfinite"
-        self._limit = limit
+    folder: Path
+    """Of the batches."""
+    limit: int
+    """This many in a row end the run."""
+    world: World = field(default_factory=World)
+    """The ranks, of which the first writes."""
 
     def skipped(self, message: str, batch: TokenBatch, minibatch: Part, step: int, in_a_row: int) -> None:
         """An update was skipped, and it is the last of so many in a row.
@@ -75,37 +73,35 @@ class NonFiniteLog:
         Raises:
             NonFiniteError: it was the last one in a row that is tolerated.
         """
-        kept = on_main(self._world, lambda: self._kept(batch, minibatch, step, message))
-        if in_a_row >= self._limit:
+        kept = on_main(self.world, lambda: self._keep(batch, minibatch, step, message))
+        if in_a_row >= self.limit:
             raise NonFiniteError(
                 f"step {step}: {message}. No update was made, {in_a_row} in a row "
                 f"(optim.max_nonfinite_updates); {kept}. {GO_ON}"
             )
 
-    def _kept(self, batch: TokenBatch, minibatch: Part, step: int, message: str) -> str:
-        """Write the batch; returns where it is. A failing disk does not end the run."""
-        try:
-            return f"the batch is in {self._write(batch, minibatch, step, message)}"
-        except OSError as error:
-            return f"the batch could not be written ({error.strerror or error})"
-
-    def _write(self, batch: TokenBatch, minibatch: Part, step: int, message: str) -> Path:
+    def _keep(self, batch: TokenBatch, minibatch: Part, step: int, message: str) -> str:
+        """Write the batch; returns where it is, in words. A failing disk does not end the run."""
         import pyarrow
         import pyarrow.parquet
 
         sequences, lengths = minibatch.sequences_S.tolist(), minibatch.lengths_S.tolist()
+        groups = batch.group_S[minibatch.sequences_S].tolist()
         columns: dict[str, Any] = {
-            "prompt_ids": [list(batch.prompt_ids[group]) for group in batch.group_S[minibatch.sequences_S].tolist()],
+            "prompt_ids": [list(batch.prompt_ids[group]) for group in groups],
             "token_ids": [batch_ids(batch, sequence) for sequence in sequences],
-            "group": batch.group_S[minibatch.sequences_S].tolist(),
+            "group": groups,
         }
         for name in ("advantages", "sampler_logps", "old_logps", "ref_logps"):
             values_N = getattr(batch, f"{name}_N")
             if values_N is not None:
                 columns[name] = [some.tolist() for some in values_N[minibatch.tokens_N].cpu().split(lengths)]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        number = sum(1 for _ in self._folder.glob(f"step-{step}-*.parquet")) + 1
-        path = self._folder / f"step-{step}-{number}.parquet"
         table = pyarrow.table(columns).replace_schema_metadata({"problem": message})
-        pyarrow.parquet.write_table(table, path)
-        return path
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            number = sum(1 for _ in self.folder.glob(f"step-{step}-*.parquet")) + 1
+            path = self.folder / f"step-{step}-{number}.parquet"
+            pyarrow.parquet.write_table(table, path)
+        except OSError as error:
+            return f"the batch could not be written ({error.strerror or error})"
+        return f"the batch is in {path}"

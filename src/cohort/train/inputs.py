@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,65 +82,63 @@ def checked_rewards(
             "objective.credit 'process' is biased where the number of turns depends on the policy, as with rewards "
             "of an environment: set objective.credit 'turns' (baseline 'leave_one_out', scale 'none') or 'outcome'"
         )
+    refusing = None  # the part of the objective that does not accept negative rewards, with the reason
+    if isinstance(objective.scale, GroupMean):
+        refusing = "scale 'group_mean' (a negative mean inverts every sign)"
+    elif objective.unlikeliness:
+        refusing = "unlikeliness (it would soften a penalty for the likelier completions)"
     functions = config.reward.functions if given is None else given
     listed = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
-    return reward_runner(acting, listed, config, not_negative=part_without_negative_rewards(objective), world=world)
-
-
-def part_without_negative_rewards(objective: Objective) -> str | None:
-    """The part of an objective that does not accept negative rewards, with the reason; None: there is none."""
-    if isinstance(objective.scale, GroupMean):
-        return "scale 'group_mean' (a negative mean inverts every sign)"
-    return "unlikeliness (it would soften a penalty for the likelier completions)" if objective.unlikeliness else None
+    return reward_runner(acting, listed, config, not_negative=refusing, world=world)
 
 
 # ----------------------------------------
 # What a trainer is given in Python, by name: so that a run can be resumed from its folder alone.
 
 
-def recorded(
-    config: GRPOConfig,
-    model: Any = None,
-    reward_funcs: Any = None,
-    train_dataset: Any = None,
-    eval_dataset: Any = None,
-    processing_class: Any = None,
-    tools: Any = None,
-    environment_factory: Any = None,
-) -> tuple[GRPOConfig, dict[str, str]]:
-    """The settings with the names of what the trainer was given in their place, absolute ones of files, and what has no
-    name.
+class Given(NamedTuple):
+    """What a trainer is given beside its settings, as ``GRPOTrainer`` takes it."""
 
-    Args:
-        config: the settings.
-        model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory: as
-            ``GRPOTrainer`` takes them.
-    """
+    model: Any = None
+    reward_funcs: Any = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    processing_class: Any = None
+    tools: Any = None
+    environment_factory: Any = None
+
+
+def recorded(config: GRPOConfig, given: Given) -> tuple[GRPOConfig, dict[str, str]]:
+    """The settings with the names of what the trainer was given in their place, absolute ones of files, and what has no
+    name."""
     missing: dict[str, str] = {}
-    if isinstance(model, str | os.PathLike):
-        config = _with(config, "model", path=os.fspath(model))
-    elif model is not None:
+    if isinstance(given.model, str | os.PathLike):
+        config = _with(config, "model", path=os.fspath(given.model))
+    elif given.model is not None:
         missing["model"] = "an object in memory"
-    if processing_class is not None:
+    if given.processing_class is not None:
         missing["processing_class"] = "an object in memory"
-    for name, key, given in (("train_dataset", "train", train_dataset), ("eval_dataset", "eval", eval_dataset)):
-        if given is not None:
-            named = _named_data(given)
+    for name, key in (("train_dataset", "train"), ("eval_dataset", "eval")):
+        if (rows := getattr(given, name)) is not None:
+            named = _named_data(rows)
             config = _with(config, "data", **{key: named or ""})
             missing |= {} if named else {name: "rows in memory"}
-    if reward_funcs is not None:
-        config, unnamed = _with_names(config, "reward", "functions", (), _listed(reward_funcs))
-        missing |= {"reward_funcs": ", ".join(unnamed)} if unnamed else {}
-    if tools is not None:
-        config, unnamed = _with_names(config, "environment", "tools", config.environment.tools, _listed(tools))
-        missing |= {"tools": ", ".join(unnamed)} if unnamed else {}
-    if environment_factory:
-        several = environment_factory if isinstance(environment_factory, Mapping) else {"": environment_factory}
-        names = {key: name_of(factory) for key, factory in several.items()}
-        if None in names.values():
+    for name, section, key in (("reward_funcs", "reward", "functions"), ("tools", "environment", "tools")):
+        before = config.environment.tools if name == "tools" else ()  # given tools are added to those of the settings
+        if (some := getattr(given, name)) is not None:
+            listed = list(some) if isinstance(some, list | tuple) else [some]
+            names = [name_of(one) for one in listed]
+            if unnamed := [_shown(one) for one, found in zip(listed, names, strict=True) if found is None]:
+                missing[name] = ", ".join(unnamed)
+            else:
+                config = _with(config, section, **{key: (*before, *names)})
+    if factory := given.environment_factory:
+        several = factory if isinstance(factory, Mapping) else {"": factory}
+        factories = {key: name_of(one) for key, one in several.items()}
+        if None in factories.values():
             missing["environment_factory"] = ", ".join(_shown(one) for one in several.values())
         else:
-            config = _with(config, "environment", factory=names.get("", names))
+            config = _with(config, "environment", factory=factories.get("", factories))
     return with_absolute_names(config), missing
 
 
@@ -217,21 +215,8 @@ def _named_data(given: Any) -> Any:
     return tuple(one if isinstance(one, Source) else Source(path=os.fspath(one)) for one in listed)
 
 
-def _with_names(
-    config: GRPOConfig, section: str, key: str, before: tuple[str, ...], given: list[Any]
-) -> tuple[GRPOConfig, list[str]]:
-    """The settings with the names of functions, and the functions without a name."""
-    names = [name_of(one) for one in given]
-    unnamed = [_shown(one) for one, name in zip(given, names, strict=True) if name is None]
-    return (config if unnamed else _with(config, section, **{key: (*before, *names)})), unnamed
-
-
 def _with(config: GRPOConfig, section: str, **values: Any) -> GRPOConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _shown(function: Callable[..., Any]) -> str:

@@ -14,7 +14,7 @@ rank must make all of them; an error on one rank is raised on all.
 A run stops between two steps (``boundary``). It has one ``State``, which a checkpoint holds: each stage returns the
 next one. What does not change is in ``TrainerParts``.
 
-To follow one rollout, read train/source.py, train/rollout.py, train/layout.py and train/update.py next, in this order.
+To follow one rollout, read train/source.py, train/layout.py and train/update.py next, in this order.
 """
 
 from __future__ import annotations
@@ -27,47 +27,44 @@ from typing import Any
 
 from cohort.config import Schedule
 from cohort.parallel import on_main, together
-from cohort.rewards import TrainerState
 from cohort.rollout import Engine
 from cohort.runs.models import check_saved
 from cohort.train.boundary import Training
-from cohort.train.context import StepContext
+from cohort.train.context import PhaseClock, StepContext
 from cohort.train.guard import NonFiniteLog
-from cohort.train.layout import active_part, assign_advantages, lay_out, part_of, split_minibatches
-from cohort.train.logps import CHECKED_COMPLETIONS, check_gap, like_trainer, policy_logps
+from cohort.train.layout import Rollout, active_part, assign_advantages, lay_out, part_of, split_minibatches
 from cohort.train.memory import memory_metrics
 from cohort.train.metrics import EACH_UPDATE, each_update, policy_movement, rank_metrics, step_metrics, term_norms
 from cohort.train.observers import CompleteStep
 from cohort.train.parts import TrainerParts
 from cohort.train.ranks import update_engine
-from cohort.train.rollout import Rollout
 from cohort.train.source import trainer_state
 from cohort.train.state import State
-from cohort.train.store import store_step
-from cohort.train.update import Check, NonFinite, Seen, Updates, no_check, update
+from cohort.train.store import TrainedStep, store_step
+from cohort.train.sweep import CHECKED_COMPLETIONS, check_gap, like_trainer, policy_logps
+from cohort.train.update import Check, NonFinite, Updates, update
 from cohort.types import TokenBatch
 
 
 def run(training: Training) -> Iterator[CompleteStep]:
     """Train from the boundary's state to the end of the schedule."""
     parts, schedule, folder = training.parts, training.schedule, training.folder
-    source, boundary = training.source, training.boundary
     policy, config = parts.policy, parts.config
-    nonfinite = NonFiniteLog(folder.path, config.optim.max_nonfinite_updates, parts.world)
-    first_step = boundary.state.complete_steps
-    if boundary.state.metrics is not None:  # the run was stopped while it evaluated this step
+    nonfinite = NonFiniteLog(folder.path / "nonfinite", config.optim.max_nonfinite_updates, parts.world)
+    first_step = training.state.complete_steps
+    if training.state.metrics is not None:  # the run was stopped while it evaluated this step
         yield finish(training)
 
-    while (state := boundary.state).complete_steps < schedule.steps and not state.best.exhausted:
-        boundary.begin_step()
+    while (state := training.state).complete_steps < schedule.steps and not state.best.exhausted:
+        training.begin_step()
         step, objective = state.complete_steps + 1, state.adaptive.applied_to(parts.objective)
-        context = parts.context(objective)
-        clock = context.clock
+        clock = PhaseClock()
+        context = replace(parts, objective=objective, clock=clock)
 
         # Sample a group of completions for each prompt, and score them. With ``rollout.lag``, that was begun some steps
         # ago, and the rollouts of later steps are sampled during the updates below.
-        current = source.next(state, clock)
-        rollout = current.wait().rollout
+        drawn = training.source.next(state, clock)
+        rollout = drawn.rollout
 
         if config.vllm.sleep:  # free the memory of servers on this GPU for the update
             parts.engine.sleep()
@@ -76,9 +73,9 @@ def run(training: Training) -> Iterator[CompleteStep]:
         batch = lay_out(rollout.used_groups, policy.device, context.repetition_penalty)
         with clock("logps"):
             batch = with_advantages_and_logps(context, batch, rollout, schedule)
-        is_first = step - 1 == first_step == current.weights_step
-        check = gap_check(context, parts.engine, batch) if is_first else no_check
-        parts.observers.rollout_scored(step, rollout, batch)
+        is_first = step - 1 == first_step == drawn.weights_step
+        check = gap_check(context, parts.engine, batch) if is_first else None
+        parts.observers.tell("rollout_scored", step, rollout, batch)
         minibatches = split_minibatches(batch, objective.minibatches)
 
         # Measure the norm of each term's gradient, when the settings ask for it. The weights do not change.
@@ -89,10 +86,10 @@ def run(training: Training) -> Iterator[CompleteStep]:
                 norms = context.within_memory(term_norms, batch, minibatches[0], coefficient)
 
         # Update: minibatches change the result, microbatches (inside ``update``) do not.
-        updates = Updates(policy.version, Seen.nothing(batch))
+        updates = Updates.none(batch, policy.version)
         with clock("update"):
             for minibatch in minibatches * config.objective.num_iterations:
-                boundary.stop_point()  # only before the step's first optimizer step
+                training.stop_point()  # only before the step's first optimizer step
                 coefficient = state.adaptive.applied_entropy_coefficient(objective)
                 outcome = context.within_memory(update, batch, minibatch, coefficient, check)
                 updates.add(outcome)
@@ -103,27 +100,22 @@ def run(training: Training) -> Iterator[CompleteStep]:
 
         with clock("measure"):
             moved = context.within_memory(policy_movement, batch, updates.results, config.report.update_kl_completions)
-        metrics = metrics_of(context, step, rollout, batch, updates, current.metrics() | moved | norms)
+        done = TrainedStep(step, context, rollout, batch, updates)
+        metrics = metrics_of(done, drawn.metrics | moved | norms)
         move_reference(parts, updates.version_before)
 
-        after, metrics = current.after, {**metrics, **current.after.metrics}
-        boundary.reached(
-            state.after_step(objective, updates, batch.num_sequences, policy.version, after.cursor, metrics)
-        )
-        store_step(folder, config, context, step, rollout, batch, updates)
+        adaptive = state.adaptive.after_step(objective, updates.results, batch.num_sequences)
+        state = replace(state, complete_steps=step, version=policy.version, cursor=drawn.cursor, adaptive=adaptive)
+        training.reached(replace(state, metrics=metrics))
+        store_step(folder, config, done)
         yield finish(training)
 
 
-def metrics_of(
-    context: StepContext,
-    step: int,
-    rollout: Rollout,
-    batch: TokenBatch,
-    updates: Updates,
-    measured: Mapping[str, Any],
-) -> dict[str, Any]:
+def metrics_of(done: TrainedStep, measured: Mapping[str, Any]) -> dict[str, Any]:
     """All metrics of a step, with those that were ``measured`` already. ``docs/metrics.md`` gives their formulas."""
-    metrics: dict[str, Any] = {"step": step, "time": time.time(), "updates_nonfinite": len(updates.skipped)}
+    context, rollout, batch, updates = done.context, done.rollout, done.batch, done.updates
+    nonfinite = updates.outcomes.count(None)
+    metrics: dict[str, Any] = {"step": done.step, "time": time.time(), "updates_nonfinite": nonfinite}
     metrics |= {**context.clock.metrics(rollout.num_tokens), **measured}
     metrics |= step_metrics(rollout, batch, updates.results, context.objective, updates.version_before)
     metrics |= rank_metrics(context.world, updates.results, metrics["seconds/step"])
@@ -170,7 +162,7 @@ def gap_check(context: StepContext, engine: Engine, batch: TokenBatch) -> Check:
     if logps_N is None:
         return lambda tokens: check(tokens.logps_N, like_trainer(tokens))
     check(logps_N, like_trainer(batch))
-    return no_check
+    return None
 
 
 def move_reference(parts: TrainerParts, version_before: int) -> None:
@@ -187,15 +179,15 @@ def finish(training: Training) -> CompleteStep:
     The state has the step's metrics until they are written. So a checkpoint that is written because the evaluation
     failed, or was cancelled, lets the resumed run evaluate again.
     """
-    parts, folder, boundary = training.parts, training.folder, training.boundary
-    state, config = boundary.state, parts.config
+    parts, folder, state = training.parts, training.folder, training.state
+    config, observers = parts.config, parts.observers
     step, metrics = state.complete_steps, dict(state.metrics or {})
     last = step == training.schedule.steps
-    wishes = parts.observers.updated(metrics, parts.world)
+    wishes = observers.tell("updated", metrics)
     asked = parts.requests.take_evaluate(parts.world) or wishes.evaluate or state.is_evaluation_asked
     if asked != state.is_evaluation_asked:
-        boundary.reached(replace(state, is_evaluation_asked=asked))
-    if asked or due(step, config.eval.eval_steps) or (last and parts.observers.evaluates_last):
+        training.reached(replace(state, is_evaluation_asked=asked))
+    if asked or due(step, config.eval.eval_steps) or (last and all(one.evaluates_last for one in observers.each)):
         state, evaluated = evaluate(training)
         metrics |= evaluated
         last |= state.best.exhausted
@@ -206,19 +198,17 @@ def finish(training: Training) -> CompleteStep:
         return folder.checkpoint_due(step)
 
     is_due = on_main(parts.world, write)
-    state = boundary.reached(replace(state, metrics=None, is_evaluation_asked=False))
+    state = training.reached(replace(state, metrics=None, is_evaluation_asked=False))
     if last or is_due:
-        if parts.first_save:
-            parts.first_save.will_save(folder.checkpoint(step))
-        boundary.save(wait=last)
+        parts.first_save.will_save(folder.checkpoint(step))
+        training.save(wait=last)
         if last and config.report.check_saved:
             together(parts.world, partial(check_saved, parts.policy, folder.checkpoint(step)))
-    if parts.first_save:
-        on_main(parts.world, parts.first_save.look)
+    on_main(parts.world, parts.first_save.look)
     done = CompleteStep(state, metrics, each)
-    wishes |= parts.observers.stepped(done, parts.world)
+    wishes |= observers.tell("stepped", done)
     if wishes.save:
-        boundary.save(wait=True)
+        training.save(wait=True)
     parts.requests.stop |= wishes.stop
     return done
 
@@ -226,23 +216,22 @@ def finish(training: Training) -> CompleteStep:
 def evaluate(training: Training) -> tuple[State, dict[str, Any]]:
     """Evaluate at the boundary; write the completions, and the model if it is the best so far. Returns the next state,
     and the metrics, which are empty without evaluation data. The training is not affected."""
-    parts, schedule, folder = training.parts, training.schedule, training.folder
-    state = training.boundary.state
+    parts, folder, state = training.parts, training.folder, training.state
     if parts.evaluator is None:
         return state, {}
     training.source.wait()
     update_engine(parts.engine, parts.policy, parts.layout)
     step = state.complete_steps
-    progress = trainer_state(schedule, step, state.cursor) if step else TrainerState(0, schedule.steps)
+    progress = trainer_state(training.schedule, step, state.cursor)
     evaluations = parts.evaluator.evaluate(parts.sampler, progress, cancelled=parts.wants_stop)
     metrics: dict[str, Any] = {}
     for name, evaluation in evaluations.items():
         metrics |= evaluation.metrics(name)
         if parts.config.report.log_completions:
             on_main(parts.world, partial(folder.write_evaluation, step, name, evaluation.table))
-    parts.observers.evaluated(step, evaluations, metrics)
+    parts.observers.tell("evaluated", step, evaluations, metrics)
     best, wins = state.best, False
-    if step or parts.observers.initial_can_be_best:
+    if step or all(one.initial_can_be_best for one in parts.observers.each):
         best, wins = state.best.after(step, metrics)
     if wins and folder.save_best(parts.models, best.record(), parts.world) and parts.config.report.check_saved:
         together(parts.world, partial(check_saved, parts.policy, folder.best))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,8 @@ from cohort.parallel import World, agreed
 from cohort.policy.fused import uncompiled
 from cohort.rewards.runner import Scores
 from cohort.train.context import StepContext
-from cohort.train.layout import Part, active_part, group_numbers, part_of
-from cohort.train.logps import token_logps
-from cohort.train.rollout import Rollout
-from cohort.train.sweep import share, sweep
+from cohort.train.layout import Part, Rollout, active_part, group_numbers, part_of
+from cohort.train.sweep import share, sweep, token_logps
 from cohort.train.update import UpdateResult, Updates, microbatch_losses, minibatch_weights
 from cohort.types import FinishReason, TokenBatch
 
@@ -75,62 +75,47 @@ def repetition(completions: Sequence[NDArray[np.int64]]) -> float | None:
 
 EACH_UPDATE = "each_update"
 """The key of ``each_update`` in the metrics of a step that is not yet written."""
-QUANTILES = (("min", 0.0), ("q001", 0.001), ("q01", 0.01), ("q50", 0.5), ("q99", 0.99), ("q999", 0.999), ("max", 1.0))
+QUANTILES = {"min": 0.0, "q001": 0.001, "q01": 0.01, "q50": 0.5, "q99": 0.99, "q999": 0.999, "max": 1.0}
 
 
 def update_metrics(results: Sequence[UpdateResult], objective: Objective) -> dict[str, Any]:
     """Metrics of the step's updates: values are means over updates, token statistics are over all updates' tokens."""
-    metrics: dict[str, Any] = {
-        "updates": len(results),
-        "updates_skipped": sum(result.grad_norm == 0 for result in results),
-        "tokens": 0,
-    }
+    skipped = sum(result.grad_norm == 0 for result in results)
+    metrics: dict[str, Any] = {"updates": len(results), "updates_skipped": skipped, "tokens": 0}
     if not results:  # every group was left out
         return metrics
-    whole = results[0].statistics
-    for result in results[1:]:
-        whole = whole + result.statistics
-    metrics |= {
-        "grad_norm": sum(result.grad_norm for result in results) / len(results),
-        "learning_rate": results[-1].learning_rate,
-        "tokens": int(whole.sums["tokens"]),
-    }
-    if objective.entropy:
-        metrics["entropy_coefficient"] = results[-1].entropy_coefficient
-    metrics |= cause_metrics(whole)
+    whole = reduce(add, (result.statistics for result in results))
+    metrics |= unsorted_metrics(results, whole, objective) | cause_metrics(whole)
     if not whole.sums["tokens"]:  # every completion is masked
         return metrics
     first = next(one.statistics for one in results if one.statistics.sums["tokens"])
-    metrics |= value_metrics(whole, len(results), objective) | entropy_metrics(whole) | ratio_metrics(whole)
-    metrics |= clip_metrics(whole, objective) | sampler_metrics(first) | rule_metrics(whole)
+    metrics |= entropy_metrics(whole) | ratio_metrics(whole) | sampler_metrics(first) | rule_metrics(whole)
     if objective.entropy:
         metrics["entropy_value"] = results[-1].entropy_coefficient * metrics["entropy"]
-    return metrics | (kl_metrics(whole, len(results), objective) if "k1" in whole.sums else {})
+    return metrics
 
 
 def each_update(updates: Updates, objective: Objective) -> list[dict[str, Any]]:
     """Of each update of a step, in order, the metrics that need no sorting, under their names in the step's metrics;
     empty for an update that was skipped because a value was not finite."""
-    results = iter(updates.results)
-    skipped = set(updates.skipped)
-    return [{} if number in skipped else one_update(next(results), objective) for number in range(updates.done)]
+    return [unsorted_metrics([one], one.statistics, objective) if one else {} for one in updates.outcomes]
 
 
-def one_update(result: UpdateResult, objective: Objective) -> dict[str, Any]:
-    """The metrics of one update."""
-    of_tokens, tokens = result.statistics, result.statistics.sums["tokens"]
+def unsorted_metrics(results: Sequence[UpdateResult], whole: TokenStatistics, objective: Objective) -> dict[str, Any]:
+    """The metrics of some updates that need no sorting; ``whole``: their statistics together."""
+    tokens, count = whole.sums["tokens"], len(results)
     metrics: dict[str, Any] = {
-        "grad_norm": result.grad_norm,
-        "learning_rate": result.learning_rate,
+        "grad_norm": sum(result.grad_norm for result in results) / count,
+        "learning_rate": results[-1].learning_rate,
         "tokens": int(tokens),
     }
     if objective.entropy:
-        metrics["entropy_coefficient"] = result.entropy_coefficient
-    if not tokens:
-        return metrics
-    metrics |= {"entropy": of_tokens.sums["entropy"] / tokens}
-    metrics |= value_metrics(of_tokens, 1, objective) | clip_metrics(of_tokens, objective)
-    return metrics | (kl_metrics(of_tokens, 1, objective) if "k1" in of_tokens.sums else {})
+        metrics["entropy_coefficient"] = results[-1].entropy_coefficient
+    if tokens:
+        metrics["entropy"] = whole.sums["entropy"] / tokens
+        metrics |= value_metrics(whole, count, objective) | clip_metrics(whole, objective)
+        metrics |= kl_metrics(whole, count, objective) if "k1" in whole.sums else {}
+    return metrics
 
 
 def value_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> dict[str, Any]:
@@ -159,27 +144,17 @@ def cause_metrics(whole: TokenStatistics) -> dict[str, Any]:
 
 
 def entropy_metrics(whole: TokenStatistics) -> dict[str, Any]:
-    """The policy's entropy over the vocabulary, and how its log-probs go with advantages."""
+    """The spread of the policy's entropy over the vocabulary, and how its log-probs go with advantages."""
     sums, tokens = whole.sums, whole.sums["tokens"]
-    metrics: dict[str, Any] = {
-        "entropy": sums["entropy"] / tokens,
-        "entropy/covariance": sums["logp_advantage"] / tokens - sums["logp"] * sums["advantage"] / tokens**2,
-    }
-    for name, q in (("q05", 0.05), ("q50", 0.5), ("q95", 0.95)):
-        metrics[f"entropy/{name}"] = quantile(whole.values["entropy"], q)
-    return metrics
+    covariance = sums["logp_advantage"] / tokens - sums["logp"] * sums["advantage"] / tokens**2
+    middle = {"q05": 0.05, "q50": 0.5, "q95": 0.95}
+    return {"entropy/covariance": covariance} | quantiles("entropy/", whole.values["entropy"], middle)
 
 
 def rule_metrics(whole: TokenStatistics) -> dict[str, Any]:
     """Share of the tokens and of the sequences on which each mismatch rule acted."""
-    sums, metrics = whole.sums, {}
-    for key, count in sums.items():
-        kind, _, name = key.partition("/")
-        if kind == "rule_tokens":
-            metrics[f"mismatch/{name}/tokens_share"] = count / sums["tokens"]
-        elif kind == "rule_sequences":
-            metrics[f"mismatch/{name}/sequences_share"] = count / sums["sequences"]
-    return metrics
+    keys = [(key, *key.removeprefix("rule_").split("/", 1)) for key in whole.sums if key.startswith("rule_")]
+    return {f"mismatch/{name}/{units}_share": whole.sums[key] / whole.sums[units] for key, units, name in keys}
 
 
 def ratio_metrics(whole: TokenStatistics) -> dict[str, Any]:
@@ -192,8 +167,7 @@ def ratio_metrics(whole: TokenStatistics) -> dict[str, Any]:
     }
     for side in ("above_positive", "above_negative", "below_positive", "below_negative"):
         metrics[f"ratio/{side}_share"] = sums[side] / tokens
-    for name, q in QUANTILES:
-        metrics[f"ratio/log_{name}"] = quantile(whole.values["log_ratio"], q)
+    metrics |= quantiles("ratio/log_", whole.values["log_ratio"], QUANTILES)
     for level in ("token", "sequence"):
         for sign in ("positive", "negative"):
             count, weight, squared = (sums[f"ess_{level}_{sign}_{part}"] for part in ("n", "w", "w2"))
@@ -221,7 +195,7 @@ def sampler_metrics(first: TokenStatistics) -> dict[str, Any]:
     sums, tokens = first.sums, first.sums["tokens"]
     early, late = tokens - sums["late_tokens"], sums["late_tokens"]
     drift = sums["rho_k1_late"] / late - (sums["rho_k1"] - sums["rho_k1_late"]) / early if early and late else None
-    metrics: dict[str, Any] = {
+    return {
         "sampler/gap": sums["sampler_gap"] / tokens,
         "sampler/max_gap": first.maxima["sampler_gap"],
         "sampler/mean_ratio": sums["rho"] / tokens,
@@ -230,10 +204,8 @@ def sampler_metrics(first: TokenStatistics) -> dict[str, Any]:
         "sampler/kl_k3": sums["rho_k3"] / tokens,
         "sampler/kl_k1_drift": drift,
         "sampler/unlikely_sequences_share": sums["unlikely_sequences"] / sums["sequences"],
+        **quantiles("sampler/log_ratio_", first.values["log_rho"], QUANTILES),
     }
-    for name, q in QUANTILES:
-        metrics[f"sampler/log_ratio_{name}"] = quantile(first.values["log_rho"], q)
-    return metrics
 
 
 def kl_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> dict[str, Any]:
@@ -253,6 +225,11 @@ def kl_metrics(whole: TokenStatistics, updates: int, objective: Objective) -> di
         "kl/forward_coefficient": sums["forward_coefficient"] / tokens,
         "kl/top_share": sums["kl_top"] / sums["kl_l1"] if sums["kl_l1"] else None,
     }
+
+
+def quantiles(prefix: str, values: Tensor, shares: Mapping[str, float]) -> dict[str, float | None]:
+    """Quantiles of values by their names after ``prefix``."""
+    return {f"{prefix}{name}": quantile(values, q) for name, q in shares.items()}
 
 
 def quantile(values: Tensor, q: float) -> float | None:
@@ -304,7 +281,7 @@ def term_gradients(
         NonFiniteError: a value is not finite.
     """
     policy = context.policy
-    weights = minibatch_weights(context, batch, minibatch)
+    weights = minibatch_weights(context, batch, minibatch, entropy_coefficient)
     part = active_part(batch, minibatch, context.objective, entropy_coefficient)
     shared = share(context, batch, part)
     weights = weights.at(part.positions_N).at(shared.own.positions_N)
@@ -314,9 +291,7 @@ def term_gradients(
     def own_terms() -> list[str]:
         with policy.training(), policy.compute(), uncompiled():  # a graph serves several backward passes
             for micro, states, ref_states in sweep(context, policy, batch, shared, grad=True, attached=True):
-                losses, _ = microbatch_losses(
-                    context.objective, batch, micro, weights, states, ref_states, entropy_coefficient
-                )
+                losses, _ = microbatch_losses(context.objective, batch, micro, weights, states, ref_states)
                 for name, loss in losses.items():
                     grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
                     flat = torch.cat([grad.flatten() for grad in grads])
@@ -348,28 +323,28 @@ def reward_metrics(scores: Scores, group_S: Tensor) -> dict[str, Any]:
     rewards_S = scores.rewards_S
     scored_S = rewards_S[~rewards_S.isnan()]
     statistics = group_statistics(rewards_S, group_S, ddof=0)
-    scored_P = torch.bincount(group_S[~rewards_S.isnan()], minlength=len(statistics.mean_P))
-    means_R = statistics.mean_P[~statistics.mean_P.isnan()]
     metrics: dict[str, Any] = {
-        "reward/mean": _mean(scored_S),
-        "reward/std": std_of(scored_S),
-        "reward/within_group_std": _mean(statistics.std_P[~statistics.std_P.isnan()]),
+        **_spread("reward/mean", "reward", "groups/dead_share", rewards_S, group_S),
         "reward/unscored": int(rewards_S.isnan().sum()),
-        "groups/dead_share": float(statistics.degenerate_P.double().mean()),
-        "groups/unscored_share": float((scored_P < 2).double().mean()),
+        "groups/unscored_share": float((statistics.count_P < 2).double().mean()),
         **_ends_of_dead(scored_S, statistics.mean_P[statistics.degenerate_P], len(statistics.degenerate_P)),
     }
-    for name, q in (("q10", 0.1), ("q50", 0.5), ("q90", 0.9)):
-        metrics[f"groups/mean_reward_{name}"] = quantile(means_R, q)
+    means_R = statistics.mean_P[~statistics.mean_P.isnan()]
+    metrics |= quantiles("groups/mean_reward_", means_R, {"q10": 0.1, "q50": 0.5, "q90": 0.9})
     for name, column_S in zip(scores.names, scores.by_function_SK.T, strict=True):
-        own = group_statistics(column_S, group_S, ddof=0)
-        metrics[f"rewards/{name}"] = _mean(column_S[~column_S.isnan()])
-        metrics[f"rewards/{name}/std"] = std_of(column_S[~column_S.isnan()])
-        metrics[f"rewards/{name}/within_group_std"] = _mean(own.std_P[~own.std_P.isnan()])
-        metrics[f"rewards/{name}/dead_share"] = float(own.degenerate_P.double().mean())
-        metrics[f"rewards/{name}/unscored_share"] = float(column_S.isnan().double().mean())
+        key = f"rewards/{name}"
+        metrics |= _spread(key, key, f"{key}/dead_share", column_S, group_S)
+        metrics[f"{key}/unscored_share"] = float(column_S.isnan().double().mean())
     metrics |= scores.counts
     return metrics | {f"custom/{name}": sum(numbers) / len(numbers) for name, numbers in scores.logged.items()}
+
+
+def _spread(mean: str, key: str, dead: str, rewards_S: Tensor, group_S: Tensor) -> dict[str, float | None]:
+    """Mean, standard deviations, and share of dead groups, of the rewards that are known."""
+    known_S, of_groups = rewards_S[~rewards_S.isnan()], group_statistics(rewards_S, group_S, ddof=0)
+    within = _mean(of_groups.std_P[~of_groups.std_P.isnan()])
+    spread = {mean: _mean(known_S), f"{key}/std": std_of(known_S), f"{key}/within_group_std": within}
+    return spread | {dead: float(of_groups.degenerate_P.double().mean())}
 
 
 def _ends_of_dead(scored_S: Tensor, dead_R: Tensor, groups: int) -> dict[str, float | None]:
@@ -387,6 +362,7 @@ def _ends_of_dead(scored_S: Tensor, dead_R: Tensor, groups: int) -> dict[str, fl
 def length_metrics(rollout: Rollout) -> dict[str, Any]:
     """Lengths in tokens, end token included, finish reasons and log-probs of the usable completions."""
     completions = [completion for completion in rollout.completions if completion.finish_reason.usable]
+    errors = sum(completion.finish_reason is FinishReason.ERROR for completion in rollout.completions)
     lengths = torch.tensor([completion.num_tokens for completion in completions], dtype=torch.float64)
     ended = [completion.num_tokens for completion in completions if completion.finish_reason is FinishReason.EOS]
     reasons = Counter(completion.finish_reason for completion in completions)
@@ -399,7 +375,7 @@ def length_metrics(rollout: Rollout) -> dict[str, Any]:
         **ended_lengths(ended),
         "length/cut_share": reasons[FinishReason.LENGTH] / len(completions),
         "length/ended_share": reasons[FinishReason.EOS] / len(completions),
-        "completions/errors": rollout.num_errors,
+        "completions/errors": errors,
         "rollout/tokens": sum(len(one.prompt.token_ids) * len(one.completions) for one in rollout.sampled)
         + rollout.num_tokens,
     }

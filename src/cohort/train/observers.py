@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from itertools import chain
+from operator import or_
 from typing import Any
 
 from cohort.errors import RunFolderError
 from cohort.evaluation import Evaluation
 from cohort.parallel import World
-from cohort.train.rollout import Rollout
+from cohort.train.layout import Rollout
 from cohort.train.state import State
 from cohort.types import TokenBatch
 
@@ -92,6 +95,7 @@ class Observers:
     """All observers of a run, as one."""
 
     each: Sequence[Observer] = ()
+    world: World = field(default_factory=World)
 
     @property
     def evaluates_last(self) -> bool:
@@ -103,23 +107,11 @@ class Observers:
         """See ``Observer``."""
         return all(one.initial_can_be_best for one in self.each)
 
-    def rollout_scored(self, step: int, rollout: Rollout, batch: TokenBatch) -> None:
-        """See ``Observer``."""
-        for one in self.each:
-            one.rollout_scored(step, rollout, batch)
-
-    def updated(self, metrics: Mapping[str, Any], world: World) -> Wishes:
-        """See ``Observer``. Returns the wishes of all, on all ranks."""
-        return _all_wishes([one.updated(metrics) for one in self.each], world)
-
-    def evaluated(self, step: int, evaluations: Mapping[str, Evaluation], metrics: Mapping[str, Any]) -> None:
-        """See ``Observer``."""
-        for one in self.each:
-            one.evaluated(step, evaluations, metrics)
-
-    def stepped(self, step: CompleteStep, world: World) -> Wishes:
-        """See ``Observer``. Returns the wishes of all, on all ranks."""
-        return _all_wishes([one.stepped(step) for one in self.each], world)
+    def tell(self, name: str, *about: Any) -> Wishes:
+        """Call a method of all. Returns the wishes of all, on all ranks."""
+        wishes = [getattr(one, name)(*about) for one in self.each]
+        asked = self.world.gather(wishes) if any(wishes) else []
+        return reduce(or_, filter(None, chain.from_iterable(asked)), Wishes())
 
     def state_dict(self) -> dict[str, Any]:
         """The state of those that have one: there is one such observer at most."""
@@ -132,16 +124,9 @@ class Observers:
             RunFolderError: the run was watched by an observer with a state, and none of these has one; or one of them
                 expects another state.
         """
-        if state and not any(one.state_dict() for one in self.each):
+        if state and not any(type(one).state_dict is not Observer.state_dict for one in self.each):
             raise RunFolderError(
                 "the run was begun with cohort.trl: continue it with the script or command that began it"
             )
         for one in self.each:
             one.load_state_dict(state)
-
-
-def _all_wishes(wishes: Sequence[Wishes], world: World) -> Wishes:
-    found = Wishes()
-    for one in (one for some in world.gather(list(wishes)) for one in some):
-        found |= one
-    return found

@@ -268,11 +268,7 @@ def _groups(parameters: Sequence[nn.Parameter], config: OptimConfig) -> list[dic
 
 
 def _adam(config: OptimConfig) -> dict[str, Any]:
-    return {
-        "lr": config.learning_rate,
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
-    }
+    return {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
 
 
 def _adamw(parameters: Sequence[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:

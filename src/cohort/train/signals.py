@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cohort import terminal
@@ -24,7 +24,7 @@ from cohort.watchdog import ignored
 
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""How often a run looks for a request in its folder, and of another rank."""
+"""How often a run looks for a request of another rank."""
 STOP = "cohort/stop"
 
 
@@ -46,12 +46,8 @@ class Requests:
     """What asked to stop: the name of a signal."""
     met: bool = False
     """Whether the run has stopped, and its checkpoint is written."""
-    _looked: dict[str, float] = field(default_factory=dict)
-
-    def look(self, save_request: Path) -> None:
-        """Look for a request of another process: the file ``RunFolder.save_request``."""
-        if self._is_time("folder") and save_request.exists():
-            self.save = True
+    _looked: float = -math.inf
+    """When another rank was last asked."""
 
     def take_evaluate(self, world: World) -> bool:
         """Whether an evaluation was asked for on any rank. Forgets the request. Every rank must call."""
@@ -61,20 +57,13 @@ class Requests:
     def wants_stop(self, world: World) -> bool:
         """Whether this rank or another one was asked to stop. Exchanges nothing: ranks sample at their own pace, and
         ``stop_point`` lets them agree."""
-        if world.size > 1 and self._is_time("world"):
+        if world.size > 1 and (now := time.monotonic()) - self._looked >= SECONDS_BETWEEN_LOOKS:
+            self._looked = now
             if self.stop:
                 world.tell(STOP, self.reason)
             elif (reason := world.told(STOP)) is not None:
                 self.reason, self.stop = reason, True
         return self.stop
-
-    def _is_time(self, where: str) -> bool:
-        """Whether the last look there is long enough ago."""
-        now = time.monotonic()
-        due = now - self._looked.get(where, -SECONDS_BETWEEN_LOOKS) >= SECONDS_BETWEEN_LOOKS
-        if due:
-            self._looked[where] = now
-        return due
 
 
 STOPPING, SAVING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP), signal.SIGUSR2
@@ -100,7 +89,9 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
         seconds: time to stop; 0: no limit.
     """
     nudged, is_rank = False, os.environ.get("WORLD_SIZE", "1") != "1" or "TORCHELASTIC_RUN_ID" in os.environ
-    before = _replaceable()
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (*STOPPING, SAVING) if is_main else ()
+    before = {number: found for number in numbers if (found := signal.getsignal(number)) in DEFAULT}
     timers: list[threading.Timer] = []
 
     def stop(number: int, _: Any) -> None:
@@ -147,14 +138,7 @@ def obeying_signals(requests: Requests, seconds: float) -> Iterator[None]:
             signal.signal(number, ignored if requests.met and is_rank else handler)
 
 
-def _replaceable() -> dict[int, Any]:
-    """The handlers that may be replaced, by the number of the signal; none outside of the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    return {number: found for number in (*STOPPING, SAVING) if (found := signal.getsignal(number)) in DEFAULT}
-
-
-def _expect_second(before: dict[int, Any], *, is_rank: bool) -> None:
+def _expect_second(before: Mapping[Any, Any], *, is_rank: bool) -> None:
     """After the first signal, let a second one end the process, or do nothing to a rank."""
     for number, handler in before.items():
         if is_rank:

@@ -10,11 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,16 +26,17 @@ from cohort.objective import Objective
 from cohort.parallel import World, on_main, together
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import TrainerState
-from cohort.rollout import DividedSampler, RNGKey, Sampling, Watch
-from cohort.runs.checkpoints import random_state, set_random_state
+from cohort.rewards.runner import Scoring
+from cohort.rollout import DividedSampler, RNGKey, Watch
+from cohort.runs.checkpoints import Generators, generators, random_state, set_random_state
 from cohort.runs.folder import RunFolder
 from cohort.runs.journal import EXACT, StoredRollout
 from cohort.train.context import PhaseClock
+from cohort.train.layout import Rollout, uses_rounds
 from cohort.train.parts import TrainerParts
 from cohort.train.ranks import reads_trained, update_engine
-from cohort.train.rollout import Rollout, uses_rounds
 from cohort.train.state import State
-from cohort.types import Completion, Group, Prompt
+from cohort.types import Group
 
 log = logging.getLogger("cohort.train")
 ABANDON_SECONDS = 10.0
@@ -43,205 +44,157 @@ ABANDON_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """A scored rollout, with what sampling and scoring it has cost."""
+class StepRollout:
+    """The rollout of a step, complete."""
 
     rollout: Rollout
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the sampler."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The completions of a rollout of one round, not scored yet."""
-
-    groups: Sequence[Group]
-    seconds: Mapping[str, float]
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class DataPlace:
-    """Where the data goes on after a rollout."""
-
+    weights_step: int
+    """Complete steps when it was begun, which determine the weights that drew it."""
     cursor: DataCursor
-    metrics: Mapping[str, int]
-    """What the rollout has read."""
+    """Where the data goes on after it."""
+    metrics: dict[str, float]
+    """Of the sampler and the data. Of what was sampled beside the training, also its lag, its seconds, and how many of
+    them were not waited for."""
 
 
+@dataclass(eq=False, slots=True)
 class PendingRollout:
-    """The rollout of a step: complete, being sampled and scored in a thread, or to be sampled when it is waited for.
+    """The rollout of a step: complete, being sampled and scored in a thread, or to be sampled when it is waited for."""
 
-    Args:
-        step: the step that trains on it, from 0.
-        weights_step: complete steps when it begins, which determine the weights that sample it.
-        work: samples and scores. Called with this object, which it tells when the engine is free.
-        world: the ranks that share the work, for exchanges of this rollout alone.
-        cancelled: whether nobody waits for it any more. None: somebody always does.
-    """
+    step: int
+    """The step that trains on it."""
+    weights_step: int
+    """Complete steps when it begins, which determine the weights that sample it."""
+    work: Callable[[PendingRollout], Rollout]
+    """Samples and scores. Called with this object, which it tells when the engine is free."""
+    world: World
+    """The ranks that share the work, for exchanges of this rollout alone."""
+    wants_stop: Callable[[], bool]
+    """Whether the run is to stop."""
+    place: tuple[DataCursor, Mapping[str, int]] | None = None
+    """Where the data goes on after it, and what it has read, once that is known."""
+    drawn: Sequence[Group] | None = None
+    """All completions of a rollout of one round, once they are drawn."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Seconds so far, by phase."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the sampler, once everything is drawn."""
+    in_background: bool = False
+    """Whether it was sampled beside the training."""
+    generators: Generators | None = None
+    """The random generators before it was scored, or when it was complete. None: its scoring has not begun."""
+    is_journaled: bool = False
+    unwanted: Literal["nothing", "scores", "all"] = "nothing"
+    """What nobody waits for any more."""
+    outcome: Future[Rollout] = field(default_factory=Future)
+    """Cancelled also when it is left behind."""
+    _engine_is_free: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+    """Where it is sampled, until it is left behind."""
+    _previous: PendingRollout | None = None
 
-    def __init__(
-        self,
-        step: int,
-        weights_step: int,
-        work: Callable[[PendingRollout], Sampled],
-        world: World | None = None,
-        cancelled: Callable[[], bool] | None = None,
-    ) -> None:
-        self.step, self.weights_step, self.world, self.cancelled = step, weights_step, world or World(), cancelled
-        self.place: DataPlace | None = None
-        """Where the data goes on after it, once that is known."""
-        self.drawn: Drawn | None = None
-        """All completions, until they are scored."""
-        self.in_background = False
-        """Whether it was sampled beside the training."""
-        self.random: Mapping[str, Any] | None = None
-        """The random generators before it was scored, or when it was complete. None: its scoring has not begun."""
-        self.is_journaled = False
-        self._work, self._waited = work, 0.0
-        self._engine_is_free, self._ended = threading.Event(), threading.Event()
-        self._is_abandoned = self._scores_unwanted = self._is_sampled = self._is_left = False
-        self._sampled: Sampled | None = None
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._previous: PendingRollout | None = None
-
-    @classmethod
-    def complete(cls, step: int, weights_step: int, sampled: Sampled, *, in_background: bool) -> PendingRollout:
-        """One that the journal holds."""
-        one = cls(step, weights_step, lambda _: sampled)
-        one._run(nullcontext())
-        one.in_background, one.is_journaled = in_background, True
-        return one
-
-    def begin(self, pending: Sequence[PendingRollout], device: torch.device) -> PendingRollout:
-        """Start in a thread, on the engine's device. The last of ``pending`` is scored before it.
-
-        A stop cancels its scoring and not its sampling, which cannot be repeated: the weights will have changed.
-        """
-        stops, self.in_background = self.cancelled, True
-
-        def cancelled() -> bool:
-            return self._is_abandoned or (self._is_sampled and (self._scores_unwanted or bool(stops and stops())))
-
-        self.cancelled = cancelled
-        self._previous = pending[-1] if pending else None
-        place = _beside_training(device)
-        self._thread = threading.Thread(target=self._run, args=(place,), name=f"rollout-{self.step}", daemon=True)
+    def begin(self, previous: PendingRollout | None, device: torch.device) -> PendingRollout:
+        """Start in a thread, on the engine's device. The previous rollout is scored before it."""
+        self.in_background, self._previous = True, previous
+        place, name = _beside_training(device), f"rollout-{self.step}"
+        self._thread = threading.Thread(target=self.run, args=(place,), name=name, daemon=True)
         self._thread.start()
         return self
 
-    def wait(self, clock: PhaseClock | None = None) -> Sampled:
-        """The rollout. Raises what sampling or scoring raised. ``clock`` gets the seconds: of waiting, as phase
-        ``rollout_wait``, or of the phases of a rollout that is sampled now."""
-        start = time.perf_counter()
-        if self._thread is None and not self._ended.is_set():
-            self._run(nullcontext())
+    def run(self, place: AbstractContextManager[None] | None = None) -> None:
+        """Do the work, inside ``place``. ``wait`` raises what it raises."""
+        try:
+            with place or nullcontext():
+                rollout = self.work(self)
+            with suppress(InvalidStateError):  # it was left behind
+                self.outcome.set_result(rollout)
+        except CancelledError:
+            self.outcome.cancel()
+        except BaseException as error:
+            with suppress(InvalidStateError):
+                self.outcome.set_exception(error)
+        finally:
+            self._engine_is_free.set()
+
+    def complete(self, rollout: Rollout, *, in_background: bool) -> None:
+        """It is in the journal, complete."""
+        self.in_background, self.is_journaled = in_background, True
+        self.outcome.set_result(rollout)
+        self._engine_is_free.set()
+
+    def cancelled(self) -> bool:
+        """Whether it is to end now. A stop cancels the scoring of what is sampled beside the training, and
+        not the sampling, which cannot be repeated: the weights will have changed."""
+        if not self.in_background:
+            return self.wants_stop()
+        return self.unwanted == "all" or (self._is_sampled and (self.unwanted == "scores" or self.wants_stop()))
+
+    def wait(self) -> Rollout:
+        """The rollout, sampled now if it was not begun. Raises what sampling or scoring raised."""
+        if self._thread is None and not self.outcome.done():
+            self.run()
         self.wait_until_ended()
-        if clock is not None and self.in_background:
-            clock.seconds["rollout_wait"] = self._waited = time.perf_counter() - start
-        elif clock is not None and self._sampled is not None:
-            clock.seconds |= self._sampled.seconds
-        if self._error is not None:
-            raise self._error
-        assert self._sampled is not None
-        return self._sampled
+        return self.outcome.result()
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it is complete, has failed or was cancelled."""
-        return self._ended.is_set()
+    def _is_complete(self) -> bool:
+        return self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
 
     @property
-    def is_cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return isinstance(self._error, CancelledError)
+    def _is_sampled(self) -> bool:
+        return self.drawn is not None or self._is_complete
 
     def wait_until_ended(self) -> bool:
         """Wait until it is complete, has failed or was cancelled; returns whether it is complete. When the run is to
         stop and its time is half over, a function of the user that does not return is left behind."""
         try:
-            with interruptible():
-                self._ended.wait()
-            if self._thread is not None and not self._is_left:
-                self._thread.join()  # a thread that outlives the run aborts the interpreter's exit
+            with interruptible(), suppress(CancelledError):
+                self.outcome.exception()
+            if (thread := self._thread) is not None:
+                thread.join()  # a thread that outlives the run aborts the interpreter's exit
         except CancelledError:
             self._leave()
-        return self._error is None
+        return self._is_complete
 
     def wait_for_engine(self) -> bool:
         """Wait until the engine is free; returns whether everything is sampled."""
         self._engine_is_free.wait()
         return self._is_sampled
 
-    def metrics(self) -> dict[str, float]:
-        """The sampler's. Of what was sampled beside the training, also its lag, its seconds, and how many of them were
-        not waited for."""
-        sampled = self.wait()
-        if not self.in_background:
-            return dict(sampled.metrics)
-        phases = {f"seconds/{phase}": seconds for phase, seconds in sampled.seconds.items()}
-        hidden = max(0.0, sum(phases.values()) - self._waited)
-        lag = {"rollout/lag": self.step - self.weights_step, "seconds/rollout_hidden": hidden}
-        return {**sampled.metrics, **phases, **lag}
-
-    def abandon(self) -> None:
-        """Cancel what is being sampled and what is awaited."""
-        self._is_abandoned = True
-
-    def finish_sampling(self) -> None:
-        """Cancel its scoring, and wait until everything is sampled."""
-        self._scores_unwanted = True
-        if self._thread is not None:
-            self._engine_is_free.wait()
-        self.join()
-
     def join(self) -> None:
-        """Wait until it has ended after ``abandon`` or ``finish_sampling``. A function of the user that runs in this
-        process and takes more than ``ABANDON_SECONDS`` is left behind."""
-        if self._thread is not None and not self._is_left:
+        """Wait until it has ended, as it is unwanted; if only its scores are, until everything is sampled. A function
+        of the user that runs in this process and takes more than ``ABANDON_SECONDS`` is left behind."""
+        if self._thread is not None:
+            if self.unwanted == "scores":
+                self._engine_is_free.wait()
             self._thread.join(ABANDON_SECONDS)
             if self._thread.is_alive():
                 self._leave()
 
     def _leave(self) -> None:
-        log.warning("the rollout of step %d goes on: its sampling or a function in it does not end", self.step + 1)
-        self._is_left, self._error = True, self._error or CancelledError()
-        self._ended.set()
-
-    @property
-    def after(self) -> DataPlace:
-        """Where the data goes on after a rollout that ``RolloutSource.next`` has returned."""
-        assert self.place is not None
-        return self.place
+        log.warning("the rollout of step %d goes on: its sampling or a function in it does not end", self.step)
+        self._thread = None
+        self.outcome.cancel()
 
     def to_store(self) -> StoredRollout | None:
-        """What the journal can hold of it: all of it, or all completions without their scores; None: too little."""
+        """What the journal can hold of it: all of it, or all completions without their scores; None: too little. The
+        data's columns are left out: ``RolloutSource`` adds them again."""
+        if not self.outcome.done() or not self._is_sampled:
+            return None
+        rollout = self.outcome.result() if self._is_complete else None
         facts: dict[str, Any] = {"weights_step": self.weights_step, "in_background": self.in_background}
-        if self._sampled is not None:
-            sampled, rollout = self._sampled, self._sampled.rollout
+        facts |= {"seconds": self.seconds, "metrics": self.metrics}
+        if rollout is not None:
             facts |= {"rounds": rollout.rounds, "is_used": rollout.is_used_P}
-            return StoredRollout(_without_columns(rollout.sampled), rollout.sampled_scores, facts | _costs(sampled))
-        if self._error is not None and self.drawn is not None:
-            return StoredRollout(_without_columns(self.drawn.groups), None, facts | _costs(self.drawn))
-        return None
+        groups = rollout.sampled if rollout else self.drawn or ()
+        bare = [replace(group, prompt=replace(group.prompt, columns={})) for group in groups]
+        return StoredRollout(bare, rollout.sampled_scores if rollout else None, facts)
 
     # For the work ---------------------------------------------------------------------------------------------------
 
-    def check_wanted(self) -> None:
-        """Check that somebody waits for it.
-
-        Raises:
-            CancelledError: nobody does; what was sampled may be incomplete.
-        """
-        if self.cancelled and any(self.world.gather(self.cancelled())):  # all ranks stop at one place
-            raise CancelledError
-
-    def free_engine(self, drawn: Drawn) -> None:
+    def free_engine(self, drawn: Sequence[Group]) -> None:
         """Everything is drawn: the engine may take other weights and begin the next rollout."""
-        self.drawn, self._is_sampled = drawn, True
+        self.drawn = drawn
         self._engine_is_free.set()
 
     def wait_for_previous(self) -> None:
@@ -252,29 +205,9 @@ class PendingRollout:
         """
         if self._previous is not None:
             self._previous.wait_until_ended()
-            if self._previous.is_cancelled:
+            if self._previous.outcome.cancelled():
                 raise CancelledError
             self._previous = None
-
-    def _run(self, place: AbstractContextManager[None]) -> None:
-        try:
-            with place:
-                self._sampled = self._work(self)
-            self._is_sampled, self.drawn = True, None
-        except BaseException as error:  # the main thread raises it
-            self._error = error
-        finally:
-            self._engine_is_free.set()
-            self._ended.set()
-
-
-def _without_columns(groups: Sequence[Group]) -> list[Group]:
-    """The groups without the data's columns; ``_read`` adds them again."""
-    return [replace(group, prompt=replace(group.prompt, columns={})) for group in groups]
-
-
-def _costs(of: Sampled | Drawn) -> dict[str, Any]:
-    return {"seconds": of.seconds, "metrics": of.metrics}
 
 
 class RolloutSource:
@@ -296,39 +229,52 @@ class RolloutSource:
         self._parts, self._schedule, self._folder = parts, schedule, folder
         self.pending: deque[PendingRollout] = deque()
         """The rollouts of the next steps. Without ``rollout.lag``, at most the one that is waited for."""
-        self._worlds: dict[int, World] = {}
-        """The ranks, for exchanges of pending rollouts."""
+        self._worlds = [parts.world.beside() for _ in range(parts.config.rollout.lag)] or [parts.world]
+        """The ranks, for exchanges of pending rollouts: those of the background must not come between those of the
+        training, nor of another rollout."""
         self._first_step = state.complete_steps
         self._readable = set(on_main(parts.world, folder.journal_steps))
         self._first_sampled = math.inf
-        """The first step, from 0, that this process has sampled: what later weights have drawn is outdated."""
-        step, lag = state.complete_steps, parts.config.rollout.lag
-        if lag and 0 < step < schedule.steps and step + 1 not in self._readable:
+        """The first step that this process has sampled: what later weights have drawn is outdated."""
+        step, lag = state.complete_steps + 1, parts.config.rollout.lag
+        if lag and 1 < step <= schedule.steps and step not in self._readable:
             log.warning(
                 "the journal lacks the rollout of step %d. Earlier weights drew it (rollout.lag) and are gone: the "
                 "present weights draw it again",
-                step + 1,
+                step,
             )
 
-    def next(self, state: State, clock: PhaseClock) -> PendingRollout:
-        """The rollout of the next step, complete and in the journal.
+    def next(self, state: State, clock: PhaseClock) -> StepRollout:
+        """The rollout of the next step, complete and in the journal. ``clock`` gets the seconds: of waiting, as phase
+        ``rollout_wait``, or of the phases of a rollout that is sampled now.
 
         With a lag, step t trains on what the weights after step t - 1 - lag have drawn, and the first steps on what the
         initial weights have.
         """
-        step, lag, pending = state.complete_steps, self._parts.config.rollout.lag, self.pending
+        step, lag, pending = state.complete_steps + 1, self._parts.config.rollout.lag, self.pending
+        start = time.perf_counter()
         if not pending:
-            pending.append(self._begin(step, step, state.cursor))
-        pending[0].wait(clock)
-        self.place_after([pending[0]], state.cursor)
-        while len(pending) <= min(lag, self._schedule.steps - step - 1):
-            if (place := self.place_after(pending, state.cursor)) is None:
+            pending.append(self._begin(step, state.complete_steps, state.cursor))
+        one = pending[0]
+        rollout, metrics = one.wait(), dict(one.metrics)
+        if one.in_background:
+            clock.seconds["rollout_wait"] = waited = time.perf_counter() - start
+            metrics |= {f"seconds/{phase}": seconds for phase, seconds in one.seconds.items()}
+            metrics |= {"rollout/lag": step - 1 - one.weights_step}
+            metrics |= {"seconds/rollout_hidden": max(0.0, sum(one.seconds.values()) - waited)}
+        else:
+            clock.seconds |= one.seconds
+        self._cursor_after([one], state.cursor)
+        while len(pending) <= min(lag, self._schedule.steps - step):
+            if (cursor := self._cursor_after(pending, state.cursor)) is None:
                 break  # a pending rollout has failed: its error is raised when its step comes
-            pending.append(self._begin(step + len(pending), step, place.cursor))
-        self._journal(pending[0])
-        return pending.popleft()
+            pending.append(self._begin(step + len(pending), state.complete_steps, cursor))
+        self._journal(pending.popleft())
+        assert one.place is not None
+        after, read = one.place
+        return StepRollout(rollout, one.weights_step, after, {**metrics, **read})
 
-    def place_after(self, rollouts: Sequence[PendingRollout], cursor: DataCursor) -> DataPlace | None:
+    def _cursor_after(self, rollouts: Sequence[PendingRollout], cursor: DataCursor) -> DataCursor | None:
         """Where the data goes on after the next rollouts of a run, in order; None if one of them failed.
 
         Waits until the engine is free and, if the next prompts depend on the rewards, until the last rollout is scored.
@@ -344,15 +290,15 @@ class RolloutSource:
         for one in rollouts:
             if one.place is None:
                 if not (one.wait_until_ended() if depends else one.wait_for_engine()):
-                    if one.is_cancelled:
+                    if one.outcome.cancelled():
                         raise CancelledError
                     return None
-                used, rewards = self._schedule.prompts_of(one.step), dict[int, float]()
+                used, rewards = self._schedule.prompts_of(one.step - 1), dict[int, float]()
                 if depends:
-                    used, rewards = len(one.wait().rollout.sampled), one.wait().rollout.mean_rewards
-                one.place = DataPlace(*self._parts.prompts.advance(cursor, used, rewards))
-            cursor = one.place.cursor
-        return rollouts[-1].place
+                    used, rewards = len(one.wait().sampled), one.wait().mean_rewards
+                one.place = self._parts.prompts.advance(cursor, used, rewards)
+            cursor = one.place[0]
+        return cursor
 
     def wait(self) -> None:
         """Wait until the engine and the reward functions are idle. A pending rollout's error is raised when its step
@@ -360,15 +306,10 @@ class RolloutSource:
         for one in self.pending:
             one.wait_until_ended()
 
-    def finish_sampling(self) -> None:
-        """End the pending rollouts once everything is drawn: no later weights could draw the rest."""
+    def end(self, unwanted: Literal["scores", "all"]) -> None:
+        """End the pending rollouts. Without their scores, once everything is drawn: no later weights could draw it."""
         for one in self.pending:
-            one.finish_sampling()
-
-    def cancel(self) -> None:
-        """End the pending rollouts."""
-        for one in self.pending:
-            one.abandon()
+            one.unwanted = unwanted
         for one in self.pending:
             one.join()
 
@@ -389,21 +330,22 @@ class RolloutSource:
         stored, world = one.to_store(), self._parts.world
         if not all(world.gather(stored is not None)) or stored is None:
             return False
-        facts = {**stored.facts, "random": world.gather(json.dumps(one.random))}
-        on_main(world, lambda: self._folder.write_journal(one.step + 1, replace(stored, facts=facts)))
+        random = one.generators and random_state(one.generators)
+        facts = {**stored.facts, "random": world.gather(json.dumps(random))}
+        on_main(world, lambda: self._folder.write_journal(one.step, replace(stored, facts=facts)))
         one.is_journaled = True
         return True
 
     def _read(self, step: int, cursor: DataCursor) -> StoredRollout | None:
         """What the journal holds of a step; None: nothing, or something that one of the ranks cannot read. Its prompts
         have the columns of the data: files do not hold every object."""
-        if step + 1 not in self._readable:
+        if step not in self._readable:
             return None
         found, world = None, self._parts.world
         try:
-            found = self._folder.read_journal(step + 1)
+            found = self._folder.read_journal(step)
         except RunFolderError as error:
-            log.warning("%s; step %d is sampled again", error, step + 1)
+            log.warning("%s; step %d is sampled again", error, step)
         if not all(world.gather(found is not None)) or found is None:
             return None
         prompts = together(world, partial(self._parts.prompts.fetch, cursor, len(found.groups)))
@@ -411,25 +353,27 @@ class RolloutSource:
         if uses_rounds(self._parts.objective):  # the scores decide how many there are
             is_whole = found.scores is not None
         else:
-            is_whole = len(prompts) == self._schedule.prompts_of(step)
+            is_whole = len(prompts) == self._schedule.prompts_of(step - 1)
         is_exact = found.scores is not None or found.facts[EXACT]  # functions would be given other objects
-        if not (is_same and is_whole and is_exact and int(found.facts["weights_step"]) <= self._first_sampled):
+        if not (is_same and is_whole and is_exact and int(found.facts["weights_step"]) < self._first_sampled):
             return None
         pairs = zip(found.groups, prompts, strict=True)
         return replace(
             found, groups=[replace(one, prompt=replace(one.prompt, columns=row.columns)) for one, row in pairs]
         )
 
-    def _take_random_state(self, stored: StoredRollout) -> None:
+    def _take_random_state(self, stored: StoredRollout) -> Generators | None:
         """Set the random generators, which user functions may use, to where the rollout has left them, or to where its
-        scoring begins. A scored rollout that was pending when the checkpoint was written is older than the checkpoint's
-        generators, which stay."""
+        scoring begins; returns their states. A scored rollout that was pending when the checkpoint was written is older
+        than the checkpoint's generators, which stay. So they do if its scoring has not begun."""
         states, weights_step = stored.facts["random"], int(stored.facts["weights_step"])
         state = json.loads(states[self._parts.world.rank % len(states)])
         in_background = stored.facts["in_background"]
         is_older = stored.scores is not None and in_background and weights_step < self._first_step
-        if state is not None and not is_older:
-            set_random_state(state, torch_too=not in_background)
+        if state is None or is_older:
+            return None
+        set_random_state(state, torch_too=not in_background)
+        return generators()
 
     # Sampling -------------------------------------------------------------------------------------------------------
 
@@ -437,96 +381,88 @@ class RolloutSource:
         """The rollout of a step, from the journal or with the policy's present weights.
 
         Args:
-            step: the step that trains on it, from 0.
+            step: the step that trains on it.
             weights_step: complete steps.
             cursor: position of its prompts in the data.
 
         Raises:
             ConfigError: with a lag, the engine has no weights of its own.
         """
-        parts, lag, drawn = self._parts, self._parts.config.rollout.lag, None
+        parts, lag, world = self._parts, self._parts.config.rollout.lag, self._worlds[step % len(self._worlds)]
+        one = PendingRollout(step, weights_step, partial(self._sample, cursor), world, parts.wants_stop)
         if (stored := self._read(step, cursor)) is not None:
-            facts, weights_step = stored.facts, int(stored.facts["weights_step"])
-            self._take_random_state(stored)
+            facts = stored.facts
+            one.generators = self._take_random_state(stored)
+            one.weights_step, one.seconds, one.metrics = int(facts["weights_step"]), facts["seconds"], facts["metrics"]
             if stored.scores is not None:
                 rollout = Rollout(list(stored.groups), stored.scores, tuple(facts["is_used"]), int(facts["rounds"]))
-                sampled = Sampled(rollout, facts["seconds"], facts["metrics"])
-                return PendingRollout.complete(step, weights_step, sampled, in_background=facts["in_background"])
-            drawn = Drawn(stored.groups, facts["seconds"], facts["metrics"])
+                one.complete(rollout, in_background=facts["in_background"])
+                return one
+            one.drawn = stored.groups
         else:
             self._first_sampled = min(self._first_sampled, step)
             update_engine(parts.engine, parts.policy, parts.layout)
-        work = partial(self._sample, step, cursor, drawn)
         if not lag:
-            return PendingRollout(step, weights_step, work, parts.world, parts.wants_stop)
-        if drawn is None and reads_trained(parts.engine):
+            return one
+        if stored is None and reads_trained(parts.engine):
             raise ConfigError(
                 f"rollout.lag is {lag}, and the engine samples with the weights that are trained meanwhile: make it "
                 "with local_engine(..., ahead=True), or set rollout.lag to 0"
             )
-        # Exchanges of the background must not come between those of the training, nor between those of another rollout.
-        number = step % lag
-        if number not in self._worlds:
-            self._worlds[number] = parts.world.beside()
-        one = PendingRollout(step, weights_step, work, self._worlds[number], parts.wants_stop)
-        return one.begin(self.pending, parts.policy.device)
+        return one.begin(self.pending[-1] if self.pending else None, parts.policy.device)
 
-    def _sample(self, step: int, cursor: DataCursor, drawn: Drawn | None, pending: PendingRollout) -> Sampled:
-        """Sample and score a step's groups: each rank its share of the prompts, and all get all groups and scores.
+    def _sample(self, cursor: DataCursor, pending: PendingRollout) -> Rollout:
+        """Sample and score a step's groups: each rank its share of the prompts, and all get all groups and scores. If
+        the completions are drawn, score them.
 
         The engine computes each prompt once for its group. Async reward functions and those in workers start as soon as
         a completion ends. With dynamic sampling, new prompts replace groups whose rewards are all equal, for at most
         ``max_rounds`` rounds; otherwise there is one round.
 
         Args:
-            step: the step, from 0.
             cursor: position of its prompts in the data.
-            drawn: the completions, if only their scores are missing.
-            pending: this rollout.
+            pending: the rollout.
         """
-        parts, world, clock = self._parts, pending.world, PhaseClock()
-        size, sampling = parts.config.rollout.num_generations, Sampling.of(parts.config.rollout)
-        key = RNGKey(parts.config.run.seed, step)  # and draws depend on the prompt's uid
+        parts, world, clock, before = self._parts, pending.world, PhaseClock(pending.seconds), pending.step - 1
+        size, sampling = parts.config.rollout.num_generations, parts.sampling
+        key = RNGKey(parts.config.run.seed, before)  # and draws depend on the prompt's uid
         sampler = parts.sampler.on(world) if isinstance(parts.sampler, DividedSampler) else parts.sampler
-        target, state = self._schedule.prompts_of(step), trainer_state(self._schedule, step, cursor)
-        rollout, metrics = None, drawn.metrics if drawn else None
-        clock.seconds |= drawn.seconds if drawn else {}
+        target, state = self._schedule.prompts_of(before), trainer_state(self._schedule, before, cursor)
+        rollout, in_rounds = None, uses_rounds(parts.objective)
         while rollout is None or another_round(rollout, target, parts.objective):
             used, sampled = (sum(rollout.is_used_P), len(rollout.sampled)) if rollout else (0, 0)
             prompts = together(world, partial(parts.prompts.fetch, cursor, target - used, skip=sampled))
             with parts.rewards.begin(prompts, size, state, world, pending.cancelled) as scoring:
-                on_completion, on_prompt = scoring.on_completion, scoring.on_prompt
-                if drawn:
-                    groups = tell_drawn(drawn.groups, on_completion, on_prompt)
+                if (groups := pending.drawn) is not None:
+                    tell_drawn(groups, scoring)
                 else:
+                    on_completion, on_prompt = scoring.on_completion, scoring.on_prompt
+                    watch = Watch(on_completion=on_completion, on_prompt=on_prompt, cancelled=pending.cancelled)
                     with clock("generate", scoring.progress):
-                        watch = Watch(on_completion=on_completion, on_prompt=on_prompt, cancelled=pending.cancelled)
                         groups = sampler.generate(prompts, size, sampling, key, watch)
-                pending.check_wanted()
-                if not uses_rounds(parts.objective):
-                    metrics = sampler.metrics() if metrics is None else metrics
-                    pending.free_engine(Drawn(groups, dict(clock.seconds), metrics))
+                if any(world.gather(pending.cancelled())):  # all ranks stop at one place; a completion may be cut
+                    raise CancelledError
+                if not in_rounds:
+                    pending.metrics = sampler.metrics() if pending.drawn is None else pending.metrics
+                    pending.free_engine(groups)
                 pending.wait_for_previous()
-                pending.random = random_state()
+                pending.generators = generators()
                 with clock("reward"):
                     scored = Rollout.of(groups, scoring.finish(groups), parts.objective)
             rollout = scored if rollout is None else rollout + scored
         rollout.check_drawn()
-        pending.random = random_state()
-        return Sampled(rollout, clock.seconds, sampler.metrics() if metrics is None else metrics)
+        pending.generators = generators()
+        if in_rounds:
+            pending.metrics = sampler.metrics()
+        return rollout
 
 
-def tell_drawn(
-    groups: Sequence[Group],
-    on_completion: Callable[[int, int, Completion], None],
-    on_prompt: Callable[[int, Prompt], None],
-) -> Sequence[Group]:
-    """Tell of completions as a sampler does that draws them. Returns them."""
+def tell_drawn(groups: Sequence[Group], scoring: Scoring) -> None:
+    """Tell of completions as a sampler does that draws them."""
     for p, group in enumerate(groups):
-        on_prompt(p, group.prompt)
+        scoring.on_prompt(p, group.prompt)
         for g, completion in enumerate(group.completions):
-            on_completion(p, g, completion)
-    return groups
+            scoring.on_completion(p, g, completion)
 
 
 def another_round(rollout: Rollout, target: int, objective: Objective) -> bool:
@@ -547,22 +483,23 @@ def _stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device, priority=-1)
 
 
-@contextmanager
-def _in_thread(device: torch.device, threads: int, copied: Any) -> Iterator[None]:
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
-    if copied is None:
-        yield
-        return
-    stream = _stream(device)
-    stream.wait_event(copied)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
-
-
 def _beside_training(device: torch.device) -> AbstractContextManager[None]:
     """Where a thread computes beside the training: with as many threads as the main thread and, with CUDA, on a stream
     of its own with priority, or each token would wait for all that training has queued. What the main thread has queued
     until now, which is the copy of the weights, comes first."""
+    threads = torch.get_num_threads()
     copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-    return _in_thread(device, torch.get_num_threads(), copied)
+
+    @contextmanager
+    def place() -> Iterator[None]:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if copied is None:
+            yield
+            return
+        stream = _stream(device)
+        stream.wait_event(copied)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
+
+    return place()

@@ -9,7 +9,7 @@ from typing import Any
 from cohort.data import DataCursor
 from cohort.evaluation import Best
 from cohort.objective import Objective, applied_entropy_coefficient, next_beta, next_entropy_coefficient
-from cohort.train.update import NonFinite, UpdateResult, Updates
+from cohort.train.update import NonFinite, UpdateResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +76,6 @@ class State:
         if isinstance(outcome, NonFinite):
             return replace(self, nonfinite_in_a_row=self.nonfinite_in_a_row + 1)
         return replace(self, nonfinite_in_a_row=0, adaptive=self.adaptive.after_update(objective, outcome))
-
-    def after_step(
-        self,
-        objective: Objective,
-        updates: Updates,
-        completions: int,
-        version: int,
-        cursor: DataCursor,
-        metrics: Mapping[str, Any],
-    ) -> State:
-        """The state after a step's updates, before its evaluation.
-
-        Args:
-            objective: of the step.
-            updates: of the step.
-            completions: which the updates used.
-            version, cursor, metrics: of the state.
-        """
-        return replace(
-            self,
-            complete_steps=self.complete_steps + 1,
-            version=version,
-            cursor=cursor,
-            adaptive=self.adaptive.after_step(objective, updates.results, completions),
-            metrics=metrics,
-        )
 
     def to_store(self) -> dict[str, Any]:
         """The state in types of JSON."""

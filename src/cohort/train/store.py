@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,42 +22,32 @@ from cohort.parallel import on_main
 from cohort.runs.folder import RunFolder
 from cohort.runs.tables import UsedRows, advantage_columns, completion_columns, score_columns, time_columns, with_facts
 from cohort.train.context import StepContext
-from cohort.train.layout import Part, split_minibatches
-from cohort.train.rollout import Rollout
+from cohort.train.layout import Part, Rollout, split_minibatches
 from cohort.train.update import Updates
 from cohort.types import Group, TokenBatch
 
 CAUSES = [None if cause is Cause.ACTIVE else cause.name.lower() for cause in Cause]
 
 
-def store_step(
-    folder: RunFolder,
-    config: GRPOConfig,
-    context: StepContext,
-    step: int,
-    rollout: Rollout,
-    batch: TokenBatch,
-    updates: Updates,
-) -> None:
-    """Write a step's completions if ``[report]`` wants them. Every rank may call; rank 0 writes.
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """A step whose updates are made."""
 
-    Args:
-        folder, config, context: of the run and of the step.
-        step: the step, from 1.
-        rollout: everything that was sampled.
-        batch: what the updates used of it.
-        updates: the step's updates.
-    """
+    step: int
+    context: StepContext
+    rollout: Rollout
+    """Everything that was sampled."""
+    batch: TokenBatch
+    """What the updates used of it."""
+    updates: Updates
+
+
+def store_step(folder: RunFolder, config: GRPOConfig, done: TrainedStep) -> None:
+    """Write a step's completions if ``[report]`` wants them. Every rank may call; rank 0 writes."""
     settings = config.report
-    if not settings.log_completions or step % settings.store_steps:
-        return
-
-    def write() -> None:
-        chosen = chosen_groups(rollout.sampled, settings.store_groups, config.run.seed)
-        table = step_table(context, step, rollout, batch, updates, context.objective.minibatches, chosen)
-        folder.write_rollout(step, table)
-
-    on_main(context.world, write)
+    if settings.log_completions and done.step % settings.store_steps == 0:
+        groups = partial(chosen_groups, done.rollout.sampled, settings.store_groups, config.run.seed)
+        on_main(done.context.world, lambda: folder.write_rollout(done.step, step_table(done, groups())))
 
 
 def chosen_groups(groups: Sequence[Group], count: int, seed: int) -> list[int]:
@@ -67,22 +59,9 @@ def chosen_groups(groups: Sequence[Group], count: int, seed: int) -> list[int]:
     return sorted(sorted(range(len(groups)), key=keys.__getitem__)[:count])
 
 
-def step_table(
-    context: StepContext,
-    step: int,
-    rollout: Rollout,
-    batch: TokenBatch,
-    updates: Updates,
-    minibatches: int,
-    chosen: Sequence[int],
-) -> pyarrow.Table:
-    """The table of a step.
-
-    Args:
-        context, step, rollout, batch, updates: as ``store_step`` takes them.
-        minibatches: ``objective.minibatches``.
-        chosen: the groups that are stored, ascending.
-    """
+def step_table(done: TrainedStep, chosen: Sequence[int]) -> pyarrow.Table:
+    """The table of a step. ``chosen``: the groups that are stored, ascending."""
+    rollout = done.rollout
     first_S = [0, *accumulate(len(group.completions) for group in rollout.sampled)]
     rows = [s for p in chosen for s in range(first_S[p], first_S[p + 1])]
     groups, scores = [rollout.sampled[p] for p in chosen], rollout.sampled_scores.select(rows)
@@ -91,20 +70,13 @@ def step_table(
     if (rewards_N := rollout.sampled_scores.token_rewards_N) is not None:
         pieces = rewards_N.split([completion.num_tokens for completion in rollout.completions])
         columns["token_rewards"] = pyarrow.array([pieces[s].numpy() for s in rows])
-    parts = split_minibatches(batch, minibatches)
-    columns |= _update_columns(context, rows, rollout, batch, updates, parts)
-    return with_facts(columns, _facts(context, step, rollout, updates, len(parts), len(groups)))
+    parts = split_minibatches(done.batch, done.context.objective.minibatches)
+    return with_facts(columns | _update_columns(done, rows, parts), _facts(done, len(parts), len(groups)))
 
 
-def _update_columns(
-    context: StepContext,
-    rows: Sequence[int],
-    rollout: Rollout,
-    batch: TokenBatch,
-    updates: Updates,
-    minibatches: Sequence[Part],
-) -> dict[str, Any]:
+def _update_columns(done: TrainedStep, rows: Sequence[int], minibatches: Sequence[Part]) -> dict[str, Any]:
     """What the updates saw of the completions in some rows."""
+    rollout, batch, updates = done.rollout, done.batch, done.updates
     number = {s: row for row, s in enumerate(rows)}
     kept_S = np.array([s in number for s in rollout.used_S], np.bool_)
     lengths_S, minibatch_S = batch.lengths_S.numpy(), np.zeros(len(kept_S), np.int32)
@@ -118,18 +90,17 @@ def _update_columns(
     for name, values_N in (("old_logps", batch.old_logps_N), ("ref_logps", batch.ref_logps_N)):
         if values_N is not None:
             columns[name] = _known_lists(used, _numbers(values_N)[kept_N])
-    seen = updates.seen
-    columns["update"] = used.column(seen.update_S.numpy().astype(np.int32)[kept_S])
-    passed_S = seen.passed_S.numpy()[kept_S]
-    for name, values_N in _seen_values(context, seen.values).items():
+    columns["update"] = used.column(updates.update_S.numpy().astype(np.int32)[kept_S])
+    passed_S = updates.passed_S.numpy()[kept_S]
+    for name, values_N in _seen_values(done.context, updates.values).items():
         columns[name] = used.lists(_numbers(values_N)[kept_N], passed_S)
     causes_N = torch.where(batch.loss_N, int(Cause.NO_ADVANTAGE), int(Cause.MASKED)).cpu()
-    if "cause" in seen.values:
-        passed_N = seen.passed_S[batch.sequence_N.cpu()]
-        causes_N = torch.where(passed_N, seen.values["cause"].cpu(), causes_N)
+    if "cause" in updates.values:
+        passed_N = updates.passed_S[batch.sequence_N.cpu()]
+        causes_N = torch.where(passed_N, updates.values["cause"].cpu(), causes_N)
     indices = pyarrow.array(causes_N.to(torch.int8).numpy()[kept_N])
     names = pyarrow.DictionaryArray.from_arrays(indices, CAUSES).cast(pyarrow.string())
-    columns["no_gradient"] = used.lists(names, seen.update_S.numpy()[kept_S] >= 0)
+    columns["no_gradient"] = used.lists(names, updates.update_S.numpy()[kept_S] >= 0)
     return columns
 
 
@@ -154,22 +125,18 @@ def _known_lists(rows: UsedRows, values_N: NDArray[Any]) -> Any:
     return rows.lists(values_N, known_S)
 
 
-def _facts(
-    context: StepContext, step: int, rollout: Rollout, updates: Updates, minibatches: int, stored: int
-) -> dict[str, Any]:
+def _facts(done: TrainedStep, minibatches: int, stored: int) -> dict[str, Any]:
     """What holds for the whole step."""
-    results = iter(updates.results)
-    made: list[dict[str, Any]] = []
-    for number in range(updates.done):
-        about: dict[str, Any] = {"minibatch": number % minibatches, "skipped": number in updates.skipped}
-        if not about["skipped"]:
-            result = next(results)
-            names = ("grad_norm", "learning_rate", "entropy_coefficient")
-            about |= {name: getattr(result, name) for name in names}
-        made.append(about)
-    sampling, scores = context.sampling, rollout.sampled_scores
+    context, rollout, updates = done.context, done.rollout, done.updates
+    names = ("grad_norm", "learning_rate", "entropy_coefficient")
+    made = [
+        {"minibatch": number % minibatches, "skipped": result is None}
+        | ({} if result is None else {name: getattr(result, name) for name in names})
+        for number, result in enumerate(updates.outcomes)
+    ]
+    scores = rollout.sampled_scores
     return {
-        "step": step,
+        "step": done.step,
         "objective": hide_secrets(context.objective.model_dump()),
         "minibatches": minibatches,
         "updates": made,
@@ -177,9 +144,9 @@ def _facts(
         "groups": len(rollout.sampled),
         "groups_stored": stored,
         "reward_weights": dict(zip(scores.names, scores.weights or (1.0,) * len(scores.names), strict=True)),
-        "temperature": context.temperature,
+        "temperature": context.sampling.temperature,
         "repetition_penalty": context.repetition_penalty,
-        "max_completion_length": sampling.max_completion_length,
+        "max_completion_length": context.sampling.max_completion_length,
         "microbatch_tokens": context.budget.tokens,
         "shared_prompts": context.policy.passes.shared,
     }

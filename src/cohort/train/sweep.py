@@ -8,22 +8,35 @@ are the same as without ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from cohort.errors import NonFiniteError, RankError, out_of_memory
-from cohort.objective import segment_sum
-from cohort.parallel import shares
-from cohort.parallel.world import imbalance
-from cohort.policy import CompletionStates, PackedRows, Policy, Prefixes
+from cohort.errors import NonFiniteError, PolicyMismatchError, RankError, out_of_memory
+from cohort.objective import UpdateTokens, segment_sum
+from cohort.parallel import agreed, imbalance, shares
+from cohort.parallel.full import released
+from cohort.policy import (
+    CompletionStates,
+    ExpertBalance,
+    PackedRows,
+    Policy,
+    Prefixes,
+    TokenLogps,
+    expert_counts,
+    experts_per_token,
+)
 from cohort.train.context import StepContext
-from cohort.train.layout import Microbatch, Pack, Part, copies, level, microbatches, packs
+from cohort.train.guard import check_finite
+from cohort.train.layout import Microbatch, Pack, Part, copies, level, microbatches, packs, part_of
 from cohort.types import TokenBatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +150,7 @@ def sweep(
 def _states(context: StepContext, policy: Policy, prefixes: Prefixes, micro: Microbatch) -> CompletionStates:
     """``Policy.states`` of a microbatch, over the distribution that its tokens were drawn from."""
     return policy.states(
-        prefixes, micro.rows, context.temperature, context.repetition_penalty, most_tokens=context.budget.piece
+        prefixes, micro.rows, context.sampling.temperature, context.repetition_penalty, most_tokens=context.budget.piece
     )
 
 
@@ -152,7 +165,7 @@ def _reference_states(
 
 def _idle_states(context: StepContext, policy: Policy, prefixes: Prefixes) -> CompletionStates:
     """The states of a pass of weight 0 after the first prompt of a pack."""
-    return policy.states(prefixes, PackedRows.of([0], [(0,)]), context.temperature)
+    return policy.states(prefixes, PackedRows.of([0], [(0,)]), context.sampling.temperature)
 
 
 def weightless(states: CompletionStates) -> Tensor:
@@ -160,7 +173,7 @@ def weightless(states: CompletionStates) -> Tensor:
     return torch.mul(states.hidden_NH.sum(), 0)
 
 
-@contextmanager
+@contextlib.contextmanager
 def unstoppable(context: StepContext) -> Iterator[None]:
     """Around passes that exchange weights: a rank that fails in one cannot tell the others, which wait for its next
     exchange, so its error ends the run. Around other passes, nothing.
@@ -204,3 +217,139 @@ def relative_costs(config: Any) -> tuple[float, float]:
     the layers: 12 H^2 products per layer, against 2 H and V H / layers."""
     hidden, layers = getattr(config, "hidden_size", 0) or 1024, getattr(config, "num_hidden_layers", 0) or 1
     return 1 / (6 * hidden), getattr(config, "vocab_size", 0) / (12 * hidden * layers)
+
+
+# ----------------------------------------
+# What a policy says of a rollout's tokens, in passes without gradient; the ranks' shares of them.
+
+
+@torch.no_grad()
+def policy_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> Tensor:
+    """Log-probs under a policy, the old one or the reference, shape ``[N]`` of the batch; NaN outside of ``part``."""
+    logps_N = torch.full((batch.num_tokens,), torch.nan, dtype=policy.precision.master, device=batch.loss_N.device)
+    logps_N[part.tokens_N] = token_logps(context, policy, batch, part).logps_N
+    return logps_N
+
+
+def token_logps(context: StepContext, policy: Policy, batch: TokenBatch, part: Part) -> TokenLogps:
+    """Log-probs, entropies and collision probabilities of a part's tokens, shape ``[N]`` of the part."""
+
+    def values_of(micro: Microbatch, states: CompletionStates) -> tuple[Tensor, ...]:
+        return micro.part.positions_N, *map(micro.at_tokens, states.logps())
+
+    shared, each = _in_shares(context, policy, batch, part, values_of)
+    like = torch.empty(part.num_tokens, dtype=policy.precision.master, device=batch.loss_N.device)
+    found = TokenLogps(like, torch.empty_like(like), torch.empty_like(like))
+    for one, pieces in zip(shared.parts, each, strict=True):
+        for positions_N, *values in pieces:
+            where_N = one.positions_N[positions_N.to(like.device)]
+            for whole_N, values_N in zip(found, values, strict=True):
+                whole_N[where_N] = values_N.to(whole_N)
+    return found
+
+
+def expert_balance(context: StepContext, batch: TokenBatch, part: Part) -> ExpertBalance:
+    """How a minibatch uses the experts of a mixture, over all of its tokens."""
+    policy, per_token = context.policy, experts_per_token(context.policy.model.config)
+
+    def uses_of(_: Microbatch, states: CompletionStates) -> tuple[Tensor, int]:
+        return expert_counts(states.router_logits, per_token), sum(len(logits) for logits in states.router_logits)
+
+    uses = [one for some in _in_shares(context, policy, batch, part, uses_of)[1] for one in some]
+    counts = torch.stack([counts_E.to(policy.device) for counts_E, _ in uses]).sum(0)
+    return ExpertBalance(counts, sum(rows for _, rows in uses), policy.router_aux_loss_coef)
+
+
+def _in_shares(
+    context: StepContext, policy: Policy, batch: TokenBatch, part: Part, take: Callable[..., T]
+) -> tuple[Shared, list[list[T]]]:
+    """The shares of a part, and what ``take`` gives for each microbatch of each: a rank makes the passes of its own."""
+    shared = share(context, batch, part)
+
+    @torch.no_grad()
+    def own() -> list[T]:
+        with policy.compute(), unstoppable(context), released(policy.model):
+            return [take(micro, states) for micro, states, _ in sweep(context, policy, batch, shared)]
+
+    return shared, agreed(context.world, own)
+
+
+# ----------------------------------------
+# A check before the first update: sampler and trainer must compute the same function. What it compares is computed
+# anyway: log-probs of the update before its step or, with several updates per rollout, the old ones. Only with
+# dropout, which changes those of the update, is a pass made for it.
+
+
+CHECKED_COMPLETIONS = 16
+"""Number of completions that ``sampler_gap`` computes. A wrong cache or position shows in any of them."""
+MAX_SAMPLER_GAP = {torch.float64: 0.01, torch.float32: 0.01, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""Mean |logps - sampler_logps| in nats above which a run stops, by compute dtype: sampler and trainer then do not
+compute the same function. float32 gives about 1e-6; bfloat16, which rounds by 65,536 times as much, about 1e-2: more in
+a mixture, where it sends some tokens to other experts."""
+CACHED = (
+    "set model.precision to 'float32': in bfloat16 rounding may do this, most of all in a mixture, where it sends some "
+    "tokens to other experts. If that does not help, the model's cached decoding does not compute what its forward "
+    "pass computes, and the architecture is not supported"
+)
+SERVED = (
+    "the vLLM server does not compute what the trainer computes. Start it with --dtype as model.precision, without "
+    "quantization; if that does not help, its model lacks weights that were sent, or vLLM implements the architecture "
+    "differently"
+)
+
+
+def most_gap(policy: Policy, *, shared_weights: bool = True) -> float:
+    """The gap at which a run stops. A server may compute in another dtype, which nothing here knows.
+
+    Args:
+        policy: the policy.
+        shared_weights: whether the engine samples with the trainer's own parameters.
+    """
+    return MAX_SAMPLER_GAP[policy.precision.compute if shared_weights else torch.bfloat16]
+
+
+def check_gap(policy: Policy, logps_N: Tensor, sampler_logps_N: Tensor, *, shared_weights: bool = True) -> None:
+    """Compare the sampler's log-probs with the trainer's of the weights that have drawn the tokens. Both are over the
+    whole vocabulary when the sampler drew from less and the trainer does not replay that.
+
+    Args:
+        policy: the trainer's.
+        logps_N, sampler_logps_N: of the same tokens; NaN for the trainer's that were not computed.
+        shared_weights: as for ``most_gap``; also decides what the error suggests.
+
+    Raises:
+        PolicyMismatchError: they differ, so every ratio of this run would be wrong.
+    """
+    known_N = ~logps_N.isnan()  # others needed no pass
+    if not bool(known_N.any()):
+        return
+    gap = float((logps_N - sampler_logps_N)[known_N].abs().mean())
+    most = most_gap(policy, shared_weights=shared_weights)
+    if not gap <= most:
+        raise PolicyMismatchError(
+            f"the sampler's log-probabilities are {gap:.3g} nats from the trainer's on average, for the same tokens "
+            f"and weights (limit {most}): {CACHED if shared_weights else SERVED}"
+        )
+
+
+def like_trainer(batch: TokenBatch | UpdateTokens) -> Tensor:
+    """The sampler's log-probs that are to be the trainer's: over the whole vocabulary where the sampler drew from less
+    and the trainer does not replay that."""
+    return batch.sampler_logps_N if batch.full_logps_N is None else batch.full_logps_N
+
+
+def sampler_gap(context: StepContext, batch: TokenBatch) -> float:
+    """Mean |logps - sampler_logps| in nats over the first completions, in the update's mode unless dropout would change
+    every pass; 0 without any.
+
+    Raises:
+        NonFiniteError: the trainer's log-probs are NaN, which says nothing of the sampler.
+    """
+    checked = part_of(batch, range(min(CHECKED_COMPLETIONS, batch.num_sequences)))
+    with contextlib.nullcontext() if context.policy.dropout else context.policy.training():
+        logps_N = token_logps(context, context.policy, batch, checked).logps_N
+    gap_N = (logps_N - like_trainer(batch)[checked.tokens_N]).abs()
+    gap = float(gap_N.mean()) if gap_N.numel() else 0.0
+    if math.isnan(gap):
+        check_finite(batch, checked, {"log-probability": logps_N})
+    return gap

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,8 +40,7 @@ from cohort.policy import CompletionStates, ExpertBalance, TokenLogps, chunked_t
 from cohort.train.context import StepContext
 from cohort.train.guard import check_finite
 from cohort.train.layout import Microbatch, Part, active_part
-from cohort.train.logps import expert_balance, token_logps
-from cohort.train.sweep import Shared, share, sweep, unstoppable, weightless
+from cohort.train.sweep import Shared, expert_balance, share, sweep, token_logps, unstoppable, weightless
 from cohort.types import TokenBatch
 
 # ----------------------------------------
@@ -54,15 +54,19 @@ class TermWeights:
     policy_N: Tensor
     base_N: Tensor
     """Of the KL term: without ``top_entropy`` the policy term's too. 0 outside of the loss."""
-    entropy_N: Tensor
-    """The entropy bonus is a mean over all loss tokens, whatever the policy term's denominator."""
+    entropy_N: Tensor | None
+    """Times the coefficient of the entropy bonus, which is a mean over all loss tokens, whatever the policy term's
+    denominator. None: there is no bonus."""
 
     def at(self, positions_N: Tensor) -> TermWeights:
         """The weights of some tokens."""
-        return TermWeights(self.policy_N[positions_N], self.base_N[positions_N], self.entropy_N[positions_N])
+        entropy_N = at_tokens(self.entropy_N, positions_N)
+        return TermWeights(self.policy_N[positions_N], self.base_N[positions_N], entropy_N)
 
 
-def term_weights(objective: Objective, batch: TokenBatch, minibatch: Part, chosen_N: Tensor | None) -> TermWeights:
+def term_weights(
+    objective: Objective, batch: TokenBatch, minibatch: Part, chosen_N: Tensor | None, entropy_coefficient: float = 0.0
+) -> TermWeights:
     """1/Z of every token of a minibatch. ``chosen_N``: the tokens that ``top_entropy`` chooses; None: it is 1."""
     loss_N = batch.loss_N[minibatch.tokens_N]
 
@@ -81,7 +85,8 @@ def term_weights(objective: Objective, batch: TokenBatch, minibatch: Part, chose
     if chosen_N is not None:
         after_masks = objective.denominator == "after_masks"
         policy_N = weights_of(chosen_N, objective.aggregation) if after_masks else base_N * chosen_N
-    return TermWeights(policy_N, base_N, weights_of(loss_N, "token_mean"))
+    entropy_N = entropy_coefficient * weights_of(loss_N, "token_mean") if entropy_coefficient else None
+    return TermWeights(policy_N, base_N, entropy_N)
 
 
 # ----------------------------------------
@@ -89,7 +94,7 @@ def term_weights(objective: Objective, batch: TokenBatch, minibatch: Part, chose
 #
 # passes      ``Forward`` of each microbatch and rank
 # update      ``update_tokens``: those of a minibatch in one order, for its statistics
-# step        ``Seen``: each token as the first update saw it that made a pass of it; part of a checkpoint
+# step        ``Updates``: each token as the first update saw it that made a pass of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,65 +154,6 @@ class Used:
     tokens: UpdateTokens | None
     """On the axis N of ``active``; None: no pass was made."""
 
-    def values(self) -> dict[str, Tensor]:
-        """What ``Seen.values`` keeps of the tokens."""
-        if self.tokens is None:
-            return {}
-        tokens, terms = self.tokens, self.tokens.coefficients
-        values = {
-            "logps": tokens.logps_N,
-            "entropy": tokens.entropy_N,
-            "collision": tokens.collision_N,
-            "log_ratio": terms.log_ratio_N,
-            "policy_coefficient": terms.policy_N,
-            "kl_coefficient": terms.kl_N,
-            "cause": terms.cause_N,
-            "weight": tokens.weights_N,
-            "kl_weight": tokens.base_weights_N,
-        }
-        return values if tokens.ref_logps_N is None else values | {"ref_logps": tokens.ref_logps_N}
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a step's updates saw of each token of the batch: the values of the first update that made a pass of it."""
-
-    update_S: Tensor
-    """Number of the first update that made a pass of the sequence; if none did, of the first whose minibatch had it;
-    -1: no minibatch had it. Numbers count from 0 and include skipped updates. On the CPU."""
-    passed_S: Tensor
-    """Whether a pass was made of the sequence, boolean. On the CPU."""
-    values: dict[str, Tensor] = field(default_factory=dict)
-    """By name, each of shape ``[N]`` in the dtype of the update; 0 where no pass was made."""
-
-    @classmethod
-    def nothing(cls, batch: TokenBatch) -> Seen:
-        """Before the first update."""
-        none_S = torch.full((batch.num_sequences,), -1, dtype=torch.long)
-        return cls(none_S, torch.zeros_like(none_S, dtype=torch.bool))
-
-    def add(self, number: int, used: Used, num_tokens: int) -> None:
-        """Record an update.
-
-        Args:
-            number: its number.
-            used: what it used.
-            num_tokens: N of the batch.
-        """
-        of_minibatch_S, of_active_S = used.minibatch.sequences_S, used.active.sequences_S
-        first_S = self.update_S[of_minibatch_S] < 0
-        self.update_S[of_minibatch_S[first_S]] = number
-        new_S = ~self.passed_S[of_active_S]
-        if used.tokens is None or not bool(new_S.any()):
-            return
-        self.update_S[of_active_S[new_S]], self.passed_S[of_active_S] = number, True
-        where_N = new_S.to(used.active.sequence_N.device)[used.active.sequence_N]
-        tokens_N = used.active.tokens_N[where_N]
-        for name, values_N in used.values().items():
-            if name not in self.values:
-                self.values[name] = values_N.new_zeros(num_tokens)
-            self.values[name][tokens_N] = values_N[where_N].to(self.values[name])
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
@@ -225,7 +171,7 @@ class UpdateResult:
     load: float = 1.0
     """The cost of the largest rank's share over the mean."""
     used: Used | None = None
-    """What it used, until the step's record (``Seen``) has it."""
+    """What it used, until ``Updates`` has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,42 +183,67 @@ class NonFinite:
 
 @dataclass(slots=True)
 class Updates:
-    """The updates of a step so far."""
+    """The updates of a step so far, numbered from 0, and what they saw of each token of the batch: the values of the
+    first update that made a pass of it."""
 
     version_before: int
     """``Policy.version`` before the first of them."""
-    seen: Seen
-    """What they have seen of the batch."""
-    results: list[UpdateResult] = field(default_factory=list)
-    skipped: list[int] = field(default_factory=list)
-    """Numbers, from 0, of those that were skipped because a value was not finite."""
+    update_S: Tensor
+    """Number of the first update that made a pass of the sequence; if none did, of the first whose minibatch had it;
+    -1: no minibatch had it. On the CPU."""
+    passed_S: Tensor
+    """Whether a pass was made of the sequence, boolean. On the CPU."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """By name, each of shape ``[N]`` in the dtype of the update; 0 where no pass was made."""
+    outcomes: list[UpdateResult | None] = field(default_factory=list)
+    """What each has made; None: it was skipped because a value was not finite."""
+
+    @classmethod
+    def none(cls, batch: TokenBatch, version_before: int) -> Updates:
+        """Before the first update."""
+        none_S = torch.full((batch.num_sequences,), -1, dtype=torch.long)
+        return cls(version_before, none_S, torch.zeros_like(none_S, dtype=torch.bool))
 
     @property
-    def done(self) -> int:
-        """Updates that were made or skipped."""
-        return len(self.results) + len(self.skipped)
+    def results(self) -> list[UpdateResult]:
+        """What those that were not skipped have made."""
+        return [one for one in self.outcomes if one is not None]
 
     def add(self, outcome: UpdateResult | NonFinite) -> None:
         """Record an update. The tensors in its ``used`` are not kept."""
-        if isinstance(outcome, NonFinite):
-            self.skipped.append(self.done)
+        if isinstance(outcome, UpdateResult) and outcome.used is not None:
+            self._see(outcome.used, len(outcome.logps_N))
+        self.outcomes.append(None if isinstance(outcome, NonFinite) else replace(outcome, used=None))
+
+    def _see(self, used: Used, num_tokens: int) -> None:
+        number = len(self.outcomes)
+        of_minibatch_S, of_active_S = used.minibatch.sequences_S, used.active.sequences_S
+        first_S = self.update_S[of_minibatch_S] < 0
+        self.update_S[of_minibatch_S[first_S]] = number
+        new_S = ~self.passed_S[of_active_S]
+        if used.tokens is None or not bool(new_S.any()):
             return
-        if outcome.used is not None:
-            self.seen.add(self.done, outcome.used, len(outcome.logps_N))
-        self.results.append(replace(outcome, used=None))
+        self.update_S[of_active_S[new_S]], self.passed_S[of_active_S] = number, True
+        where_N = new_S.to(used.active.sequence_N.device)[used.active.sequence_N]
+        tokens_N = used.active.tokens_N[where_N]
+        tokens, terms = used.tokens, used.tokens.coefficients
+        seen = {"logps": tokens.logps_N, "entropy": tokens.entropy_N, "collision": tokens.collision_N}
+        seen |= {"log_ratio": terms.log_ratio_N, "policy_coefficient": terms.policy_N, "kl_coefficient": terms.kl_N}
+        seen |= {"cause": terms.cause_N, "weight": tokens.weights_N, "kl_weight": tokens.base_weights_N}
+        seen |= {} if tokens.ref_logps_N is None else {"ref_logps": tokens.ref_logps_N}
+        for name, values_N in seen.items():
+            if name not in self.values:
+                self.values[name] = values_N.new_zeros(num_tokens)
+            self.values[name][tokens_N] = values_N[where_N].to(self.values[name])
 
 
-Check = Callable[[UpdateTokens], None]
+Check: TypeAlias = Callable[[UpdateTokens], None] | None
 """Looks at the tokens of an update before its step; may raise."""
-
-
-def no_check(_tokens: UpdateTokens) -> None:
-    """The check that checks nothing."""
 
 
 @torch.enable_grad()
 def update(
-    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float = 0.0, check: Check = no_check
+    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float = 0.0, check: Check = None
 ) -> UpdateResult | NonFinite:
     """Make one optimizer step.
 
@@ -297,7 +268,7 @@ def update(
     logps_N = torch.full((batch.num_tokens,), torch.nan, dtype=policy.precision.master, device=batch.loss_N.device)
     learning_rate = optimizer.learning_rate
     try:
-        weights = minibatch_weights(context, batch, minibatch)
+        weights = minibatch_weights(context, batch, minibatch, entropy_coefficient)
         # Sequences without an advantage teach nothing unless another term uses them: no pass is spent on them.
         active = active_part(batch, minibatch, context.objective, entropy_coefficient or policy.router_aux_loss_coef)
         masked_N = ~batch.loss_N
@@ -312,7 +283,7 @@ def update(
         balance = expert_balance(context, batch, active) if policy.router_aux_loss_coef else None
         shared = share(context, batch, active)
         own = weights.at(shared.own.positions_N)
-        passes = partial(backward_passes, context, batch, shared, own, entropy_coefficient, balance)
+        passes = partial(backward_passes, context, batch, shared, own, balance)
         forwards = [
             replace(forward, positions_N=part.positions_N[forward.positions_N.to(part.positions_N.device)])
             for part, some in zip(shared.parts, agreed(context.world, passes), strict=True)
@@ -322,7 +293,8 @@ def update(
         def collected() -> tuple[UpdateTokens, TokenStatistics]:
             tokens = update_tokens(batch, active, weights, forwards)
             logps_N[active.tokens_N] = tokens.logps_N
-            check(tokens)
+            if check is not None:
+                check(tokens)
             statistics = token_statistics(context.objective, tokens) + idle
             if balance is not None:
                 parts = [forward.router_loss for forward in forwards if forward.router_loss is not None]
@@ -364,22 +336,19 @@ def optimizer_step(context: StepContext) -> float:
     return grad_norm
 
 
-def minibatch_weights(context: StepContext, batch: TokenBatch, minibatch: Part) -> TermWeights:
+def minibatch_weights(
+    context: StepContext, batch: TokenBatch, minibatch: Part, entropy_coefficient: float
+) -> TermWeights:
     """1/Z of every token. With ``top_entropy``, a pass without gradient finds the threshold first."""
     objective, chosen_N = context.objective, None
     if objective.top_entropy < 1:
         entropy_N = token_logps(context, context.policy, batch, minibatch).entropy_N
         chosen_N = top_entropy_tokens(entropy_N, objective.top_entropy, batch.loss_N[minibatch.tokens_N])
-    return term_weights(objective, batch, minibatch, chosen_N)
+    return term_weights(objective, batch, minibatch, chosen_N, entropy_coefficient)
 
 
 def backward_passes(
-    context: StepContext,
-    batch: TokenBatch,
-    shared: Shared,
-    weights: TermWeights,
-    entropy_coefficient: float,
-    balance: ExpertBalance | None = None,
+    context: StepContext, batch: TokenBatch, shared: Shared, weights: TermWeights, balance: ExpertBalance | None = None
 ) -> list[Forward]:
     """Leave the gradient of this rank's share in the parameters; return the forward passes.
 
@@ -390,7 +359,6 @@ def backward_passes(
         batch: as ``update`` takes it.
         shared: the sequences.
         weights: of the tokens of this rank's share.
-        entropy_coefficient: as ``update`` takes it.
         balance: of the minibatch, for the load-balancing loss of a mixture of experts; None: there is none.
     """
     policy, forwards, failed = context.policy, [], None
@@ -398,9 +366,7 @@ def backward_passes(
     with reference, policy.training(), policy.compute(), policy.gradients_in_place(), unstoppable(context):
         for micro, states, ref_states in sweep(context, policy, batch, shared, grad=True):
             try:
-                losses, forward = microbatch_losses(
-                    context.objective, batch, micro, weights, states, ref_states, entropy_coefficient
-                )
+                losses, forward = microbatch_losses(context.objective, batch, micro, weights, states, ref_states)
             except NonFiniteError as error:
                 if not context.layout.passes_exchange:
                     raise
@@ -425,7 +391,6 @@ def microbatch_losses(
     weights: TermWeights,
     states: CompletionStates,
     ref_states: CompletionStates | None,
-    entropy_coefficient: float,
 ) -> tuple[dict[str, Tensor], Forward]:
     """For each term, a scalar with the microbatch's share of its gradient; the scalar's value has no meaning.
 
@@ -462,9 +427,8 @@ def microbatch_losses(
         losses["kl"] = chunked_terms(weighted_kl(objective), [states, ref_states], [micro.summed(penalty_N)])
     elif objective.beta and objective.kl.place == "loss":
         losses["kl"] = torch.sum(-terms.kl_N * current.logps_N)
-    if entropy_coefficient:
-        bonus_N = entropy_coefficient * weights.entropy_N
-        losses["entropy"] = -chunked_terms(weighted_entropy, [states], [micro.summed(bonus_N)])
+    if weights.entropy_N is not None:
+        losses["entropy"] = -chunked_terms(weighted_entropy, [states], [micro.summed(weights.entropy_N)])
     return losses, Forward(micro.part.positions_N, detached, terms, ref_logps_N)
 
 

@@ -18,9 +18,9 @@ from cohort.policy import Policy, Precision
 from cohort.rewards import RewardRunner
 from cohort.rollout import Sampling
 from cohort.train import Optimizer, StepContext, TokenBudget, lay_out, split_minibatches, update
+from cohort.train.layout import Rollout
 from cohort.train.loop import with_advantages_and_logps
 from cohort.train.metrics import policy_movement, step_metrics
-from cohort.train.rollout import Rollout
 from cohort.train.state import Adaptive
 from cohort.train.update import NonFinite
 from cohort.types import Completion, FinishReason, Group, Prompt

@@ -15,7 +15,7 @@ from cohort.objective import PRESETS
 from cohort.report.diagnosis import NAMES, Diagnosis, Level
 from cohort.report.progress import Progress
 from cohort.train.layout import part_of
-from cohort.train.logps import policy_logps
+from cohort.train.sweep import policy_logps
 from cohort.types import FinishReason
 from tests.report.diagnosis.table_run import PROMPTS, WORDS, Table, right, sample, train
 
