@@ -28,8 +28,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from cohort.config import OptimConfig
 from cohort.policy import Policy, Precision
-from cohort.runs import checkpoints
-from cohort.runs.checkpoints import Models, SavedState, check_checkpoint, copied, load_checkpoint, random_state
+from cohort.runs import folder as folders
+from cohort.runs.checkpoints import NEEDED, Models, SavedState, check_checkpoint, copied, load_checkpoint, random_state
 from cohort.runs.folder import RunFolder
 from cohort.train import Optimizer
 
@@ -76,13 +76,13 @@ def measure(folder: Path, models: Models, optimizer: Optimizer, repeats: int) ->
     run = RunFolder(folder)
     names = ("torch.save", "copy", "waiting", "beyond", "written", "pause")
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    state = SavedState(1, optimizer.state_dict(), {}, {}, {}, {}, [random_state()])
+    state = SavedState(1, optimizer.state_dict(), dict.fromkeys(NEEDED) | {"random": [random_state()], "version": 0})
     for _repeat in range(repeats):
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         seconds["torch.save"].append(timed(lambda: plain(folder / "plain.pt", models, optimizer)))
         (folder / "plain.pt").unlink()
         start = time.perf_counter()
-        with mock.patch.object(checkpoints, "copied", timing_copied(seconds["copy"])):
+        with mock.patch.object(folders, "copied", timing_copied(seconds["copy"])):
             run.save_checkpoint(models, state)
         seconds["waiting"].append(time.perf_counter() - start)
         seconds["beyond"].append(seconds["waiting"][-1] - seconds["copy"][-1])

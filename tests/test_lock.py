@@ -189,6 +189,7 @@ def test_a_folder_that_may_only_be_read(tmp_path, monkeypatch, capsys, readable)
         return real(path, flags, *more, **named)
 
     monkeypatch.setattr(os, "open", opens)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert main(["verify", str(tmp_path)]) == 0
     assert ("is not known: Permission denied" in capsys.readouterr().out) == (not readable)
     if readable:

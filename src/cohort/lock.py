@@ -25,7 +25,6 @@ from cohort.errors import RunFolderError
 LOCK = "run.lock"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
 """Errors of file systems without locks, and of NFS for a file that is open for reading only."""
-READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 log = logging.getLogger("cohort.runs")
 _held: WeakSet[Lock] = WeakSet()
 """The locks that this process holds."""
@@ -51,7 +50,8 @@ class Lock:
             RunFolderError: another owner writes the folder.
             OSError: the lock file cannot be made.
         """
-        taken = False
+        if self._is_held():
+            return False
         while not self._is_held():
             descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
@@ -59,15 +59,13 @@ class Lock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            self._descriptor, taken = descriptor, True
+            self._descriptor = descriptor
             _held.add(self)
-        if taken and self._descriptor is not None:
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             with suppress(OSError):  # a full disk: the lock holds without a name
-                os.ftruncate(self._descriptor, 0)
-                os.lseek(self._descriptor, 0, os.SEEK_SET)
-                os.write(self._descriptor, json.dumps(owner).encode())
-        return taken
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        return True
 
     def release(self) -> None:
         """End the lock, if this owner holds it."""
@@ -83,14 +81,10 @@ class Lock:
             RunFolderError: one does.
             OSError: the lock file cannot be read.
         """
-        if self._is_held() or not (self._folder / LOCK).is_file():
+        path = self._folder / LOCK
+        if self._is_held() or not path.is_file():
             return True
-        try:
-            descriptor = os.open(self._folder / LOCK, os.O_RDWR)
-        except OSError as error:
-            if error.errno not in READ_ONLY:
-                raise
-            descriptor = os.open(self._folder / LOCK, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
         try:
             return _lock_file(descriptor, self._folder.resolve())
         finally:

@@ -37,11 +37,19 @@ from cohort.report.progress import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction
 from cohort.rollout import DividedSampler, EngineSetup, Sampler, Sampling
-from cohort.runs import output
 from cohort.runs.checkpoints import set_seed
-from cohort.runs.folder import RunFolder
-from cohort.runs.models import check_writable, save_merged, save_model
-from cohort.runs.output import Beginning, Resume
+from cohort.runs.folder import (
+    Beginning,
+    Resume,
+    RunFolder,
+    closed_on_error,
+    closing,
+    find_folder,
+    log_to,
+    template_time,
+    with_template_time,
+)
+from cohort.runs.models import check_writable, save_gathered, save_merged
 from cohort.runs.starts import Start
 from cohort.state import check_state
 from cohort.terminal import output_outlasted
@@ -122,11 +130,11 @@ class GRPOTrainer:
         """The ranks that train together."""
         self.layout = ranks.checked_layout(config, self.world)
         self._prints = config.report.progress and self.world.is_main
-        self._times = on_main(self.world, lambda: (output.template_time(config), time_now()))
+        self._times = on_main(self.world, lambda: (template_time(config), time_now()))
         given = Given(model, reward_funcs, train_dataset, eval_dataset, processing_class, tools, environment_factory)
         together(self.world, lambda: self._prepare(given))
         self.recorded, missing = recorded(config, given)  # the settings, with the names of what was given
-        self.recorded = output.with_template_time(self.recorded, self._template_time)
+        self.recorded = with_template_time(self.recorded, self._template_time)
         missing |= {"optimizers": "objects in memory"} if optimizers[0] is not None else {}
         self.started_by = Start(missing=missing)
         same = {name: fact for name, fact in self._facts.items() if name not in ("machine", "threads")}
@@ -276,11 +284,11 @@ class GRPOTrainer:
         if self.folder is not None:
             raise RunFolderError(f"this trainer's run in {self.folder.path} has started: make a new GRPOTrainer")
         check_state()
-        folder, beginning = self._found or output.find_folder(self.recorded, self.world, resume, allow_changed)
-        with output.closed_on_error(folder):
+        folder, beginning = self._found or find_folder(self.recorded, self.world, resume, allow_changed)
+        with closed_on_error(folder):
             if beginning is Beginning.COMPLETE:
                 self.summary = on_main(self.world, folder.read_summary)
-                return output.closing(folder, ())
+                return closing(folder, ())
             parts, state = self.make_parts(observers), self._first_state()
             goes_on = beginning is Beginning.RESUMED
             if goes_on:
@@ -296,7 +304,7 @@ class GRPOTrainer:
         self.summary = {**state.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
         if self.evaluator and self.evaluator.success:
             self.summary["success"] = str(self.evaluator.success)
-        return output.closing(folder, self._steps(training))
+        return closing(folder, self._steps(training))
 
     def _first_state(self) -> State:
         metric = self.args.eval.metric_for_best_model
@@ -410,8 +418,7 @@ class GRPOTrainer:
             path: a folder.
             merge: write a model with adapters as one model with the adapters merged, not the adapters alone.
         """
-        save = partial(save_model, self.policy, self.tokenizer, path, merge=merge, write=self.world.is_main)
-        together(self.world, save)
+        save_gathered(self.policy, self.tokenizer, Path(path), self.world, merge=merge)
 
     def describe(self) -> str:
         """The run in words, as ``train`` prints it at the start."""
@@ -432,12 +439,12 @@ class GRPOTrainer:
         run folder has them (with the time that the chat template prints), the folder, and how to begin with what is in
         it."""
         self.started_by, self._found = start, (folder, beginning)
-        self.recorded = output.with_template_time(settings, self._template_time)
+        self.recorded = with_template_time(settings, self._template_time)
 
     def _start(self, folder: RunFolder, beginning: Beginning) -> None:
         text, again = self.prompts.fetch(DataCursor(), 1)[0].text, beginning is Beginning.AGAIN
         on_main(self.world, lambda: folder.start(self.recorded, text, anew=again, facts=self._facts))
-        output.log_to(folder, self.world)
+        log_to(folder, self.world)
         set_seed(ranks.seed_of(self.args.run.seed, self.world))
         if self._prints:
             note = " (it has no checkpoint: the run starts again)" if again else ""
@@ -445,7 +452,7 @@ class GRPOTrainer:
 
     def _resume(self, folder: RunFolder, parts: TrainerParts, state: State, allowed: Collection[str]) -> State:
         state, self.schedule, changes = resume_run(folder, parts, self.schedule, state, self.recorded, allowed)
-        output.log_to(folder, self.world)
+        log_to(folder, self.world)
         if self._prints:
             announce(self.describe(), f"resuming {folder.path} after step {state.complete_steps}", *changes)
         return state

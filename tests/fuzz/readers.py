@@ -33,7 +33,7 @@ from cohort.report.rollouts import StoredStep
 from cohort.rewards.names import split_spec
 from cohort.runs.checkpoints import load_checkpoint, random_state, saved_identity, set_random_state
 from cohort.runs.chosen import model_of
-from cohort.runs.durable import check_whole, write_file, write_manifest
+from cohort.runs.durable import check_whole, write_manifest
 from cohort.runs.folder import RunFolder
 from cohort.runs.journal import DIGEST, TREE, StoredRollout, digest, encode_rollout, load_rollout
 from cohort.runs.reading import damage_named, read_best
@@ -235,8 +235,8 @@ def read_manifest(folder: Path, data: bytes) -> None:
 def prepare_manifest(folder: Path) -> None:
     (folder / "step-1" / "state").mkdir(parents=True)
     for name in ("a.bin", "state/loop.json"):
-        write_file(folder / "step-1" / name, [name.encode()])
-    write_manifest(folder / "step-1", {})
+        (folder / "step-1" / name).write_bytes(name.encode())
+    write_manifest(folder / "step-1")
 
 
 def _record(text: str) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def faulty(folder, place, wrap, settings):
 
 def killed(folder, place):
     """Killed on rank 1 in step 2, or on rank 0 while it writes a checkpoint; returns when the others noticed."""
-    import cohort.runs.checkpoints as runs
+    import cohort.runs.folder as runs
     from cohort.rollout import LocalEngine
 
     module, attribute, at, rank = {

@@ -7,8 +7,7 @@ import pytest
 from cohort.cli import main
 from cohort.config import GRPOConfig, to_toml
 from cohort.errors import RunFolderError
-from cohort.runs.folder import RunFolder
-from cohort.runs.output import Beginning, find_run
+from cohort.runs.folder import Beginning, RunFolder, find_run
 from cohort.runs.starts import Start, clear
 from tests.conftest import DEMO_MODEL
 

@@ -4,7 +4,6 @@ import math
 import resource
 import time
 from threading import Event
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cohort.config import OptimConfig
 from cohort.config.schema import RunConfig
 from cohort.errors import DiskError, RunFolderError
-from cohort.parallel import World
 from cohort.policy import Policy, Precision
 from cohort.runs import checkpoints
 from cohort.runs.checkpoints import NEEDED, Models, SavedState, load_checkpoint, load_weights, random_state
@@ -141,11 +139,11 @@ def test_a_run_checks_its_last_checkpoint_and_the_best_model(demo_tokenizer, tmp
     ("settings", "kept"),
     [({}, [1, 2, 3, 4, 5]), ({"save_total_limit": 2}, [4, 5]), ({"save_total_limit": 1, "keep_every": 2}, [2, 4, 5])],
 )
-def test_which_checkpoints_are_kept(tmp_path, monkeypatch, settings, kept):
-    monkeypatch.setattr(checkpoints, "write_content", lambda folder, content, **_: None)
+def test_which_checkpoints_are_kept(demo_tokenizer, tmp_path, settings, kept):
+    models = Models(Policy(tiny_llama(), Precision(torch.float32, torch.float32)), None, demo_tokenizer)
     folder = RunFolder(tmp_path, RunConfig(**settings))
     for step in range(1, 6):
-        folder._write_checkpoint(SimpleNamespace(step=step), World())
+        folder.save_checkpoint(models, SavedState(step, {"tensors": {}, "numbers": {}}, {}), wait=True)
     assert folder.checkpoint_steps() == kept
 
 
@@ -179,9 +177,9 @@ def test_a_checkpoint_that_is_written_beside_the_next_step_has_the_weights_of_it
     trainer, going = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, save_steps=1), Event()
     replaced, update = checkpoints.replaced, trainer.optimizer.step
 
-    def late(target):
+    def late(target, **settings):
         assert target.name != "step-1" or going.wait(30)
-        return replaced(target)
+        return replaced(target, **settings)
 
     def step(*arguments):
         norm = update(*arguments)
@@ -199,22 +197,23 @@ def test_a_checkpoint_that_is_written_beside_the_next_step_has_the_weights_of_it
     assert all(torch.equal(found[name], weight) for name, weight in before.items())
 
 
-def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(demo_tokenizer, tmp_path, monkeypatch, caplog):
-    """And if the disk fails then, after the next step."""
+def test_without_memory_for_a_copy_the_step_waits_for_the_checkpoint(demo_tokenizer, tmp_path, monkeypatch, caplog):
+    """Also while the disk fails."""
     monkeypatch.setattr(checkpoints, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr("cohort.runs.writer.RETRY_SECONDS", 0.01)
     trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=4, save_steps=2)
     real, steps = checkpoints.replaced, []
 
-    def fails_once(target):
+    def fails_once(target, **settings):
         steps.append(target.name)
         if len(steps) == 1:
             raise DiskError("cannot write") from OSError(28, "No space left on device")
-        return real(target)
+        return real(target, **settings)
 
     monkeypatch.setattr(checkpoints, "replaced", fails_once)
     for metrics in trainer.steps():
-        assert trainer.folder.checkpoint_steps() == list(range(3, metrics["step"] + 1))
-    assert steps == ["step-2", "step-3", "step-4"]
+        assert trainer.folder.checkpoint_steps() == list(range(2, metrics["step"] + 1, 2))
+    assert steps == ["step-2", "step-2", "step-4"]
     first, second = caplog.messages
-    assert first.startswith("not written yet: checkpoint of step 2: No space left on device. Training goes on")
+    assert first.startswith("not written yet: checkpoint of step 2: No space left on device. Training waits")
     assert second.startswith("everything is written again")

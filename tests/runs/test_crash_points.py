@@ -4,14 +4,13 @@ brought to the disk is lost."""
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
-from safetensors.numpy import save
 
 from cohort.config.schema import RunConfig
-from cohort.parallel import World
 from cohort.runs import checkpoints, durable
-from cohort.runs.checkpoints import LOOP, NEEDED, OPTIMIZER
+from cohort.runs.checkpoints import LOOP, NEEDED, OPTIMIZER, WEIGHTS, Content
 from cohort.runs.folder import RunFolder
 
 STATE = dict.fromkeys(NEEDED)
@@ -64,32 +63,29 @@ class States:
         return self.safe.get(path.stat().st_ino) == path.stat().st_mtime_ns
 
 
-class Written:
+def content(step, number):
     """A small content."""
+    models = SimpleNamespace(policy=None, tokenizer=None)
+    loop = json.dumps(STATE | {"step": step, "written": number}).encode()
+    return Content(models, {WEIGHTS: {}, OPTIMIZER: {}}, step, {LOOP: loop})
 
-    def __init__(self, loop):
-        self.loop, self.step = loop, loop["step"]
 
-
-def write_small(folder, content, *, write):
-    """As ``write_content``: a file that a library writes, and the state of a run in files of ours."""
+def write_small(policy, tokenizer, folder, weights):
+    """As ``save_model``: a file that a library writes."""
     (folder / "config.json").write_text("{}")
-    (folder / OPTIMIZER).parent.mkdir(exist_ok=True)
-    files = {OPTIMIZER: save({}), LOOP: json.dumps(STATE | content.loop).encode()}
-    durable.write_manifest(folder, {name: durable.write_file(folder / name, [data]) for name, data in files.items()})
+    (folder / "state").mkdir()
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
 def test_a_crash_between_any_two_operations(tmp_path, monkeypatch, again):
-    monkeypatch.setattr(checkpoints, "write_content", write_small)
+    monkeypatch.setattr(checkpoints, "save_model", write_small)
     folder = RunFolder(tmp_path / "run", RunConfig(save_total_limit=1))
-    old, new = {"step": 1, "written": 1}, {"step": 1 if again else 2, "written": 2}
     for target in (folder.checkpoint(1), folder.best):
-        folder._replace(target, Written(old), World())
+        folder._replace(target, content(1, 1))
     with monkeypatch.context() as patch:
-        states = States(folder.path, tmp_path / "copies", patch)
-        folder._write_checkpoint(Written(new), World())
-        folder._replace(folder.best, Written(new), World())
+        states, step = States(folder.path, tmp_path / "copies", patch), 1 if again else 2
+        for target in (folder.checkpoint(step), folder.best):
+            folder._replace(target, content(step, 2))
         states.keep()
     assert len(states.names) > 20
     for kind in ("killed", "unplugged"):

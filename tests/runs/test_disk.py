@@ -1,5 +1,6 @@
-"""A run whose disk fails for some steps: the training goes on, and everything is written once the disk is well."""
+"""A run whose disk fails for a while: the training waits, and everything is written once the disk is well."""
 
+import logging
 import os
 import resource
 import shutil
@@ -23,14 +24,30 @@ def size_limit():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def train_while(trainer, fails, works, steps=(1, 3)):
-    """Train with a disk that fails after the first of ``steps`` until after the second."""
-    for metrics in trainer.steps():
-        if metrics["step"] == steps[0]:
-            trainer.folder.settle()  # it is written by then
-            fails()
-        if metrics["step"] == steps[1]:
+class Works(logging.Handler):
+    """Makes the disk work once the training waits for it."""
+
+    def __init__(self, works):
+        super().__init__()
+        self.works = works
+
+    def emit(self, record):
+        if self.works and "Training waits" in record.getMessage():
+            works, self.works = self.works, None
             works()
+
+
+def train_while(trainer, fails, works):
+    """Train with a disk that fails after the first step until the training waits."""
+    handler = Works(works)
+    logging.getLogger("cohort.runs").addHandler(handler)
+    try:
+        for metrics in trainer.steps():
+            if metrics["step"] == 1:
+                trainer.folder.settle()  # it is written by then
+                fails()
+    finally:
+        logging.getLogger("cohort.runs").removeHandler(handler)
 
 
 @pytest.fixture
@@ -59,7 +76,7 @@ def test_a_full_disk(straight, tmp_path, demo_tokenizer, monkeypatch, caplog, si
     train_while(trainer, lambda: size_limit(0), lambda: size_limit(None))
     check_same(trainer, straight)
     warned, *_, well = [record.message for record in caplog.records if record.name == "cohort.runs"]
-    assert "File too large. Training goes on" in warned
+    assert "File too large. Training " in warned
     assert well.startswith("everything is written again")
 
 

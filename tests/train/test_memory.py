@@ -481,13 +481,11 @@ def test_no_memory_for_the_optimizer_s_state_is_known_at_once(demo_tokenizer, tm
 
 
 def test_a_checkpoint_without_memory_for_it_is_written_later(demo_tokenizer, tmp_path, monkeypatch, caplog):
-    """Memory runs out for the copy of the first one, and while the second one is written."""
-    out_once(monkeypatch, checkpoints, "copied")
     out_once(monkeypatch, checkpoints, "write_tensors", 2)
     monkeypatch.setattr("cohort.runs.writer.RETRY_SECONDS", 0.01)
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=3, save_steps=1).train()
-    assert {"step-1", "step-3"} <= set(checkpoints_of(tmp_path / "run"))
-    assert "not written yet: checkpoint of step 2: CUDA out of memory. Training goes on" in caplog.text
+    assert checkpoints_of(tmp_path / "run") == ["step-1", "step-2", "step-3"]
+    assert "not written yet: checkpoint of step 2: CUDA out of memory. Training " in caplog.text
 
 
 def test_memory_that_runs_out_in_the_optimizers_step_ends_the_run(demo_tokenizer, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from cohort.config import OptimConfig
 from cohort.config.schema import ARGUMENTS, LRSchedule
 from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError
-from cohort.runs.models import read_tensors, write_tensors
+from cohort.runs.models import Stream, read_tensors, write_tensors
 from cohort.train import Optimizer
 from tests.conftest import tiny_llama
 
@@ -178,7 +178,7 @@ def test_every_optimizer_learns_and_goes_on_from_its_state(name, tmp_path):
     resumed = Optimizer(other, OptimConfig(optimizer=name, learning_rate=0.05), 3)
     state = optimizer.state_dict()
     assert (torch.uint8 in {tensor.dtype for tensor in state["tensors"].values()}) == (name == "adamw_8bit")
-    write_tensors(tmp_path / "tensors", state["tensors"])
+    write_tensors(tmp_path / "tensors", Stream(state["tensors"]))
     numbers = json.loads(json.dumps(state["numbers"]))
     resumed.load_state_dict({"tensors": read_tensors(tmp_path / "tensors"), "numbers": numbers})
     (tmp_path / "tensors").write_bytes(b"")  # nothing of the state is in the file any more
@@ -265,7 +265,7 @@ def test_a_ready_optimizer_goes_on_from_its_state(scheduled, rate, tmp_path):
     other, resumed = made()
     other.load_state_dict(module.state_dict())
     state = optimizer.state_dict()
-    write_tensors(tmp_path / "tensors", state["tensors"])
+    write_tensors(tmp_path / "tensors", Stream(state["tensors"]))
     numbers = json.loads(json.dumps(state["numbers"]))
     resumed.load_state_dict({"tensors": read_tensors(tmp_path / "tensors"), "numbers": numbers})
     one_step(module, optimizer)

@@ -19,7 +19,7 @@ from cohort.terminal import output_outlasted
 
 if TYPE_CHECKING:
     from cohort.config import GRPOConfig
-    from cohort.runs.output import Resume
+    from cohort.runs.folder import Resume
     from cohort.trainer import GRPOTrainer
 
 
@@ -49,7 +49,7 @@ def run_training(
         missing: what a run that was begun in Python has no name for.
     """
     from cohort.parallel import World, on_main
-    from cohort.runs.output import Beginning, closed_on_error, find_folder
+    from cohort.runs.folder import Beginning, closed_on_error, find_folder
     from cohort.runs.starts import Start
 
     world = World.of_environment(timeout=settings.parallel.rank_timeout)

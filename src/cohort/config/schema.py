@@ -1081,8 +1081,8 @@ class RunConfig(Section):
     keep_every: Count = 0
     """Never delete the checkpoints of steps that are multiples of this. 0: none is exempt from `save_total_limit`."""
     stop_when_unsaved_minutes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
-    """While files cannot be written (disk full, read-only, gone), training goes on and the writes are repeated. The run
-    ends when that has lasted this many minutes. 0: it ends at the first failure."""
+    """While files cannot be written (disk full, read-only, gone), the writes are repeated, and training goes on until
+    the next checkpoint is due. The run ends when that has lasted this many minutes. 0: it ends at the first failure."""
     stop_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 300.0
     """Time to stop after SIGTERM, SIGINT (Ctrl-C) or SIGUSR1: to cancel sampling or end the step's updates, and write a
     checkpoint. Then the process ends without one. 0: no limit."""

@@ -17,7 +17,7 @@ from cohort.errors import CohortError, ConfigError, did_you_mean
 from cohort.policy import load_policy, load_tokenizer, read_config
 from cohort.presets.parts import DynamicSampling
 from cohort.report import diagnosis
-from cohort.runs.output import output_folder
+from cohort.runs.folder import output_folder
 from cohort.train.inputs import chosen_model
 from cohort.train.sweep import CACHED, SERVED, most_gap
 from cohort.types import FinishReason

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,24 +25,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.errors import DiskError, RunFolderError, out_of_memory
-from cohort.parallel import World, on_main, together
+from cohort.errors import RunFolderError
 from cohort.policy import Policy, has_adapters
 from cohort.rollout.backend import free_bytes
-from cohort.runs.durable import FileRecord, check_whole, replaced, sync_path, write_file, write_manifest
+from cohort.runs.durable import check_whole, replaced, sync_path
 from cohort.runs.models import (
+    Stream,
     fill,
-    is_sharded,
     named_weights,
     read_tensors,
     save_model,
     saved_weights,
     trained_weights,
-    whole,
     write_tensors,
 )
 from cohort.runs.reading import damage_named, read_object
-from cohort.runs.writer import Write, Writer
 
 # ----------------------------------------
 # The state of the global random generators, which reward functions, environments and dropout may use.
@@ -67,8 +63,8 @@ def random_state(of: Generators | None = None) -> dict[str, Any]:
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [name, [int(key) for key in keys], *rest],
-        "torch": _hex(of_torch),
-        "cuda": [_hex(state) for state in cuda],
+        "torch": of_torch.numpy().tobytes().hex(),
+        "cuda": [state.numpy().tobytes().hex() for state in cuda],
     }
 
 
@@ -78,14 +74,16 @@ def set_random_state(state: Mapping[str, Any], *, torch_too: bool = True) -> Non
     Raises:
         ValueError, TypeError, LookupError: it is not a state of these generators.
     """
-    try:
-        if torch_too:
-            torch.set_rng_state(_from_hex(state["torch"]))
-        count = torch.cuda.device_count() if torch_too and torch.cuda.is_available() else 0
-        if count and len(state["cuda"]) == count:
-            torch.cuda.set_rng_state_all([_from_hex(one) for one in state["cuda"]])
-    except RuntimeError as error:
-        raise ValueError(error) from None
+    if torch_too:
+        found, *cuda = (
+            torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8) for text in (state["torch"], *state["cuda"])
+        )
+        try:
+            torch.set_rng_state(found)
+            if cuda and torch.cuda.is_available() and len(cuda) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all(cuda)
+        except RuntimeError as error:
+            raise ValueError(error) from None
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
     version, numbers, gauss = state["python"]
@@ -120,15 +118,9 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def _hex(state: Tensor) -> str:
-    return bytes(state.tolist()).hex()
-
-
-def _from_hex(text: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
-
-
 LOOP, OPTIMIZER, REFERENCE = "state/loop.json", "state/optimizer.safetensors", "state/reference.safetensors"
+COPY_SHARE = 0.5
+"""Share of the free memory that a copy may take while it is written; the next step needs the rest."""
 WEIGHTS = ""
 """Stands for the files of the policy's weights, which ``save_model`` writes."""
 NEEDED = (
@@ -172,15 +164,15 @@ class SavedState:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a checkpoint holds, ready to be written."""
+    """What a checkpoint, or a folder with the policy alone, holds, ready to be written."""
 
     models: Models
     """For what is written beside weights: config and tokenizer."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """By file; the policy's weights as WEIGHTS. Live ones, which the next step changes, or copies."""
     step: int
-    is_copy: bool = False
-    files: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes]
+    """The other files."""
 
 
 def content_of(models: Models, state: SavedState) -> Content:
@@ -189,27 +181,28 @@ def content_of(models: Models, state: SavedState) -> Content:
     Raises:
         RunFolderError: a part of the state cannot be stored.
     """
+    loop = {**state.loop, "step": state.step, "optimizer": state.optimizer["numbers"]}
+    for name, value in loop.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise RunFolderError(f"{name!r} cannot be stored in a checkpoint: {error}") from error
     tensors = {WEIGHTS: named_weights(models.policy.model), OPTIMIZER: state.optimizer["tensors"]}
     if own := models.reference_weights:
         tensors[REFERENCE] = own
-    loop = {**state.loop, "step": state.step, "optimizer": state.optimizer["numbers"]}
-    return Content(models, tensors, state.step, files={LOOP: as_json_text(loop)})
+    return Content(models, tensors, state.step, {LOOP: json.dumps(loop).encode()})
 
 
-def model_of(models: Models, files: Mapping[str, bytes], *, step: int) -> Content:
-    """The policy alone, with other files."""
-    return Content(models, {WEIGHTS: named_weights(models.policy.model)}, step, files=files)
-
-
-def num_copied_bytes(content: Content) -> int:
-    """The memory that ``copied`` needs on the rank that writes."""
-    fixed = _fixed_weights(content.models.policy)
-    return sum(
+def has_room(content: Content) -> bool:
+    """Whether there is memory for a copy, on the rank that writes."""
+    fixed, free = _fixed_weights(content.models.policy), free_bytes(torch.device("cpu"))
+    num_bytes = sum(
         tensor.numel() * tensor.element_size()
         for file, tensors in content.tensors.items()
         for name, tensor in tensors.items()
         if file != WEIGHTS or name not in fixed
     )
+    return free is not None and num_bytes < free * COPY_SHARE
 
 
 def copied(content: Content, *, write: bool = True) -> Content:
@@ -221,15 +214,13 @@ def copied(content: Content, *, write: bool = True) -> Content:
         write: whether this rank writes. The others take part in gathering sharded tensors.
     """
     fixed = _fixed_weights(content.models.policy)
-    copies: dict[str, dict[str, Tensor]] = {}
-    for file, tensors in content.tensors.items():
-        copies[file] = {}
-        for name in sorted(tensors):
-            values = whole(tensors[name])
-            if write:
-                live = file == WEIGHTS and name in fixed and not is_sharded(tensors[name])
-                copies[file][name] = values if live else values.to("cpu", copy=True)
-    return replace(content, tensors=copies, is_copy=True)
+    streams = {file: Stream(tensors) for file, tensors in content.tensors.items()}
+    copies: dict[str, dict[str, Tensor]] = {file: {} for file in streams}
+    for file, stream in streams.items():
+        for name, values in stream if write else ():
+            copies[file][name] = values if file == WEIGHTS and name in fixed else values.to("cpu", copy=True)
+        stream.finish()
+    return replace(content, tensors=copies)
 
 
 def _fixed_weights(policy: Policy) -> set[str]:
@@ -237,48 +228,34 @@ def _fixed_weights(policy: Policy) -> set[str]:
     return {name for name, parameter in policy.model.named_parameters() if not parameter.requires_grad}
 
 
-def write_content(folder: Path, content: Content, *, write: bool = True) -> None:
-    """Write a checkpoint, or a model, into an empty folder.
+def write_content(target: Path, content: Content, *, write: bool = True, synced: Path | None = None) -> None:
+    """Write a checkpoint, or a model, in place of an older one. Of live tensors that are sharded, every rank must call.
 
     Args:
-        folder: the folder.
+        target: the folder.
         content: what to write.
-        write: whether this rank writes. Of live tensors, the others take part in gathering sharded ones, also after a
-            failure to write, which is raised at the end.
+        write: whether this rank writes.
+        synced: a file that is brought to the disk before the folder has its name: the run's metrics, since a resumed
+            run has the lines of its steps.
+
+    Raises:
+        DiskError: it cannot be written.
     """
-    models = content.models
-    records: dict[str, FileRecord] = {}
-    failed: list[BaseException] = []  # raised after the last exchange, for which the other ranks wait
+    streams = {file: Stream(tensors) for file, tensors in content.tensors.items()}
     try:
-        weights = content.tensors[WEIGHTS] if content.is_copy else None
-        records |= save_model(models.policy, models.tokenizer, folder, write=write, copies=weights)
-    except BaseException as error:
-        failed.append(error)
-    for name, tensors in content.tensors.items():
-        if name == WEIGHTS:
-            continue
-        try:
-            if record := write_tensors(folder / name, tensors, write=write and not failed):
-                records[name] = record
-        except BaseException as error:
-            failed.append(error)
-    if failed:
-        raise failed[0]
-    if not write:
-        return
-    for name, text in content.files.items():
-        records[name] = write_file(folder / name, [text])
-    write_manifest(folder, records)
-
-
-def as_json_text(loop: Mapping[str, Any]) -> bytes:
-    """The state of the loop as a file holds it."""
-    for name, value in loop.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise RunFolderError(f"{name!r} cannot be stored in a checkpoint: {error}") from error
-    return json.dumps(loop).encode()
+        if not write:
+            return
+        with replaced(target, manifest=True) as folder:
+            save_model(content.models.policy, content.models.tokenizer, folder, weights=streams[WEIGHTS])
+            for file in (one for one in streams if one != WEIGHTS):
+                write_tensors(folder / file, streams[file])
+            for file, data in content.files.items():
+                (folder / file).write_bytes(data)
+            if synced and synced.exists():
+                sync_path(synced)
+    finally:
+        for stream in streams.values():
+            stream.finish()
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -368,71 +345,3 @@ def _fill(trained: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: Pa
             what = f"{saved[name].dtype} {list(saved[name].shape)}" if name in saved else "missing"
             raise RunFolderError(f"{folder}: {name} is {what}; the model has {tensor.dtype} {list(tensor.shape)}")
         fill(tensor, saved[name])
-
-
-# ----------------------------------------
-# Saving models: in the background from a copy, or at once from live tensors, which every rank takes part in.
-
-
-Replace: TypeAlias = Callable[[Content, World], None]
-"""Writes a content in place of an older one. Of a copy, with a world of its own."""
-COPY_SHARE = 0.5
-"""Share of the free memory that a copy may take while it is written; the next step needs the rest."""
-
-
-def save_in_background(writer: Writer, kind: str, content: Content, replace: Replace, world: World) -> bool:
-    """Copy the content and write the copy in the background, until it is written or a newer one comes. Returns whether
-    there was memory for the copy."""
-    if not on_main(world, partial(_has_room, writer, kind, content)):
-        return False
-    try:
-        copy = copied(content, write=world.is_main)
-    except (RuntimeError, MemoryError) as error:
-        if world.size > 1 or not out_of_memory(error):
-            raise
-        return False
-    if world.is_main:
-        writer.in_background(Write(kind, content.step, partial(replace, copy, World())))
-    return True
-
-
-def save_now(writer: Writer, kind: str, content: Content, replace: Replace, world: World) -> bool:
-    """Write the content. Returns whether the disk took it."""
-    try:
-        replace(content, world)
-    except DiskError as error:
-        on_main(world, partial(writer.missed, kind, content.step, error))
-        return False
-    on_main(world, partial(writer.made_up_for, kind))
-    return True
-
-
-def replace_model(target: Path, content: Content, world: World, *, check: Callable[[], None], metrics: Path) -> None:
-    """Write a folder in place of an older one. Every rank must call, unless the content is a copy.
-
-    Args:
-        target: the folder.
-        content: what to write.
-        world: the ranks.
-        check: raises if the run's folder has gone.
-        metrics: the run's metrics: a resumed run has the lines of its steps.
-    """
-
-    def write() -> None:
-        if world.size == 1:  # other ranks wait for what the block exchanges
-            check()
-        with replaced(target) if world.is_main else nullcontext(target) as folder:
-            write_content(folder, content, write=world.is_main)
-            if world.is_main:
-                check()
-                with suppress(FileNotFoundError):  # there is none yet
-                    sync_path(metrics)
-
-    together(world, write)
-
-
-def _has_room(writer: Writer, kind: str, content: Content) -> bool:
-    """Whether there is memory for a copy, once the last one of this kind is written."""
-    writer.free(kind)
-    free = free_bytes(torch.device("cpu"))
-    return free is not None and num_copied_bytes(content) < free * COPY_SHARE

@@ -9,11 +9,11 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -24,49 +24,16 @@ from cohort.lock import alone_in
 # Single files: written to the disk, written atomically, JSON, a JSON object per line. Imports no torch.
 
 
-FileRecord: TypeAlias = dict[str, Any]
-"""Size and hash of a file: ``{"bytes": ..., "sha256": ...}``."""
-
-
-class Threads(ThreadPoolExecutor):
-    """A thread pool that works in the calling thread while the interpreter exits, when pools take no work: a checkpoint
-    may be written then."""
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        """As of a thread pool."""
-        try:
-            return super().submit(function, *arguments, **named)
-        except RuntimeError:
-            done: Future[Any] = Future()
-            done.set_result(function(*arguments, **named))
-            return done
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file to the disk. A thread hashes each chunk while the next one is made and written."""
-    digest, size = hashlib.sha256(), 0
-    path.parent.mkdir(exist_ok=True)
-    with path.open("xb") as file, Threads(1) as thread:
-        hashed: Future[None] | None = None
-        for chunk in chunks:
-            file.write(chunk)
-            if hashed:
-                hashed.result()  # so that no more than two chunks are in memory
-            hashed = thread.submit(digest.update, chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file atomically: it is the old one or the complete new one. Writers of a folder wait for each other, and
     the next one of the file removes what a killed one has left."""
     part = path.with_name(path.name + ".part")
+    path.parent.mkdir(exist_ok=True)
     with alone_in(path.parent):
         part.unlink(missing_ok=True)
         try:
-            write_file(part, [content.encode() if isinstance(content, str) else content])
+            part.write_bytes(content.encode() if isinstance(content, str) else content)
+            sync_path(part)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
@@ -88,48 +55,36 @@ def _finite(value: Any) -> Any:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a file, or nothing if that fails. A line that was cut, by a crash or a full disk, is removed."""
-    with path.open("ab+") as file:
-        end = _end_of_lines(file)
+    with path.open("ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.seek(0)
+            end = file.read().rfind(b"\n") + 1
+        rest = line.encode()
         try:
             file.truncate(end)
-            file.write(line.encode())
-            file.flush()
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError:
-            with suppress(OSError):  # closing writes what is in the buffer
-                file.close()
-            os.truncate(path, end)
+            file.truncate(end)
             raise
-
-
-def _end_of_lines(file: BinaryIO) -> int:
-    """The length of a file without a last line that has no line break."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - 4096)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 log = logging.getLogger("cohort.runs")
 MANIFEST, FORMAT = "manifest.json", 1
 
 
-def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
-    """Bring every file of a folder to the disk, then write its manifest.
+def write_manifest(folder: Path) -> None:
+    """Write the sizes and hashes of a folder's files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    records = {path.relative_to(folder).as_posix(): _record(path) for path in files}
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": records}, indent=1) + "\n")
 
-    Args:
-        folder: the folder.
-        known: records of files that ``write_file`` wrote, by path in the folder. Other files are read to be hashed.
-    """
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    others = [name for name in names if name not in known]
-    records = {**dict(zip(others, _records(folder, others, sync=True), strict=True)), **known}
-    manifest = {"format": FORMAT, "files": {name: records[name] for name in names}}
-    write_file(folder / MANIFEST, [(json.dumps(manifest, indent=1) + "\n").encode()])
+
+def _record(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def check_whole(folder: Path) -> None:
@@ -140,9 +95,7 @@ def check_whole(folder: Path) -> None:
     """
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     try:
-        if MANIFEST not in files:
-            raise FileNotFoundError
-        manifest = json.loads(files[MANIFEST].read_bytes())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
         form, expected = manifest["format"], {str(name): dict(record) for name, record in manifest["files"].items()}
     except FileNotFoundError:
         raise RunFolderError(f"{folder} has no {MANIFEST}") from None
@@ -155,13 +108,14 @@ def check_whole(folder: Path) -> None:
             raise RunFolderError(f"{folder} lacks {name:.200}")
         if (size := files[name].stat().st_size) != record.get("bytes"):
             raise RunFolderError(f"{folder}: {name} has {size:,} bytes; {record.get('bytes')} were written")
-    for name, found in zip(expected, _records(folder, expected), strict=True):
-        if found != expected[name]:
-            raise RunFolderError(f"{folder}: {name} is not what was written: its SHA-256 differs")
-    tensors = [name for name in files if name.endswith(".safetensors")]
+    with ThreadPoolExecutor() as threads:
+        found = threads.map(_record, map(files.__getitem__, expected))
+        for (name, record), now in zip(expected.items(), found, strict=True):
+            if now != record:
+                raise RunFolderError(f"{folder}: {name} is not what was written: its SHA-256 differs")
     if added := [name for name in files if ".safetensors" in name and name not in expected]:
         raise RunFolderError(f"{folder}: {added[0]} was not written with it")
-    for name in tensors:
+    for name in (one for one in files if one.endswith(".safetensors")):
         try:
             with safe_open(files[name], "numpy"):  # reads the header, which says where each tensor is
                 pass
@@ -170,26 +124,26 @@ def check_whole(folder: Path) -> None:
 
 
 @contextmanager
-def replaced(target: Path) -> Iterator[Path]:
-    """A new folder to write into, ``NAME.part``, which takes the target's name when the block ends. An error in the
-    block removes it. A target that exists is ``NAME.old`` until the new one has its name.
+def replaced(target: Path, *, manifest: bool = False) -> Iterator[Path]:
+    """A new folder to write into, ``NAME.part``, which takes the target's name when the block ends and all of it is on
+    the disk. An error in the block removes it. A target that exists is ``NAME.old`` until the new one has its name.
+
+    Args:
+        target: the folder.
+        manifest: whether it has a manifest.
 
     Raises:
         DiskError: the folder cannot be written.
     """
     part, old = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.old")
-    failed: OSError | None = None
     try:
         shutil.rmtree(part, ignore_errors=True)
-        try:
-            part.mkdir(parents=True)
-        except OSError as error:
-            failed = error
-        yield part  # also after a failure: other ranks may wait for what the block exchanges
-        if failed:
-            raise failed
-        for folder in (*(path for path in part.rglob("*") if path.is_dir()), part):
-            sync_path(folder)
+        part.mkdir(parents=True)
+        yield part
+        if manifest:
+            write_manifest(part)
+        for path in (*part.rglob("*"), part):
+            sync_path(path)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
@@ -197,7 +151,7 @@ def replaced(target: Path) -> Iterator[Path]:
         sync_path(target.parent)
     except Exception as error:
         if is_of_disk(error):
-            raise DiskError(f"cannot write {target}: {failed or error}") from error
+            raise DiskError(f"cannot write {target}: {error}") from error
         raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -237,19 +191,6 @@ def is_of_disk(error: Exception) -> bool:
     """Whether an error means that files cannot be written now. Of a full disk, safetensors raises an error of its own,
     and tokenizers a bare ``Exception``. Writing also needs memory."""
     return isinstance(error, OSError | SafetensorError) or type(error) is Exception or out_of_memory(error)
-
-
-def _records(folder: Path, names: Iterable[str], *, sync: bool = False) -> list[FileRecord]:
-    """The records of files, several at a time; with ``sync``, also bring them to the disk."""
-
-    def record(name: str) -> FileRecord:
-        if sync:
-            sync_path(folder / name)
-        with (folder / name).open("rb") as file:
-            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-    with Threads() as threads:
-        return list(threads.map(record, names))
 
 
 def sync_path(path: Path) -> None:

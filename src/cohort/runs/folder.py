@@ -18,46 +18,48 @@ logs/rank-N.log          what ranks other than 0 print, under ``cohort launch``
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from cohort.config import GRPOConfig, load_config, to_toml
 from cohort.config.schema import RunConfig
-from cohort.errors import DiskError, RunFolderError
+from cohort.errors import ConfigError, DiskError, RunFolderError
 from cohort.lock import LOCK, Lock
 from cohort.objective import explain
-from cohort.parallel import World, on_main
+from cohort.parallel import World, on_main, together
 from cohort.runs import durable
 from cohort.runs.changes import Change, check_keys, fact_changes, refuse, setting_changes
 from cohort.runs.checkpoints import (
+    WEIGHTS,
     Content,
     Models,
     SavedState,
     check_checkpoint,
     content_of,
-    model_of,
-    replace_model,
-    save_in_background,
-    save_now,
+    copied,
+    has_room,
+    write_content,
 )
 from cohort.runs.durable import append_line, as_json, write_atomically
 from cohort.runs.journal import StoredRollout, encode_rollout, load_rollout
+from cohort.runs.models import named_weights
 from cohort.runs.reader import only_settings, was_started
 from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
-from cohort.runs.starts import STARTS, WRITTEN, Start, clear, last_facts
+from cohort.runs.starts import STARTS, WRITTEN, Start, check_replaceable, clear, last_facts
 from cohort.runs.tables import write_table
 from cohort.runs.trust import check_files, remember
 from cohort.runs.writer import Write, Writer
 from cohort.watchdog import waiting
+from cohort.workers import close_at_exit
 
 log = logging.getLogger("cohort.runs")
 
@@ -79,7 +81,6 @@ class RunFolder:
         self._whole: int | None = None
         self._started = False
         self._saved = time.monotonic()
-        self._missed = False
         self.saved: deque[tuple[int, Path]] = deque()  # models that were written, with their step; callbacks take them
 
     @classmethod
@@ -246,11 +247,9 @@ class RunFolder:
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """Metrics of the evaluations so far, by step; 0 is the one before the first step."""
-        found = {}
-        for _, line in read_metrics(self.path / "metrics.jsonl"):
-            if evaluated := {key: value for key, value in line.items() if key.startswith("eval/")}:
-                found[line["step"]] = evaluated
-        return found
+        lines = (line for _, line in read_metrics(self.path / "metrics.jsonl"))
+        found = {line["step"]: {key: line[key] for key in line if key.startswith("eval/")} for line in lines}
+        return {step: evaluated for step, evaluated in found.items() if evaluated}
 
     def record_start(self, start: Start, step: int, steps: int, facts: Mapping[str, str]) -> None:
         """Append a line to ``starts.jsonl``: of a start after ``step`` of the run's ``steps``."""
@@ -296,13 +295,19 @@ class RunFolder:
         """
         write = partial(write_atomically, self.path / "summary.json", as_json(summary, indent=2))
         self._write("summary", summary.get("steps", 0), write)
-        self._writer.settle()
+        self.settle()
         if not keep_journal:
             shutil.rmtree(self.path / "journal", ignore_errors=True)
 
     def write_rollout(self, step: int, table: Any) -> None:
         """Write the completions of a step."""
-        self._write_table("completions", step, table, self.path / "rollouts" / f"step-{step}.parquet")
+        file = self.path / "rollouts" / f"step-{step}.parquet"
+        self._write("completions", step, partial(write_table, table, file), table.nbytes)
+
+    def write_evaluation(self, step: int, name: str, table: Any) -> None:
+        """Write every completion of an evaluation as a row of a Parquet file; ``name`` is the set's, or empty."""
+        file = self.path / "evaluations" / f"step-{step}{name and '-' + name}.parquet"
+        self._write("evaluations", step, partial(write_table, table, file), table.nbytes)
 
     def journal(self, step: int) -> Path:
         """The file of a step's rollout."""
@@ -336,27 +341,18 @@ class RunFolder:
             with suppress(OSError):
                 self.journal(step).unlink()
 
-    def write_evaluation(self, step: int, name: str, table: Any) -> None:
-        """Write every completion of an evaluation as a row of a Parquet file; ``name`` is the set's, or empty."""
-        file = f"step-{step}{name and '-' + name}.parquet"
-        self._write_table("evaluations", step, table, self.path / "evaluations" / file)
+    def _write(self, kind: str, step: int, function: Callable[[], None], num_bytes: int = 0) -> None:
+        """Write now, or later if the disk fails."""
+        self._writer.now(Write(kind, step, partial(self._write_there, function), num_bytes))
 
-    def _write_table(self, kind: str, step: int, table: Any, file: Path) -> None:
-        self._write(kind, step, partial(write_table, table, file), table.nbytes)
-
-    def _write(self, kind: str, step: int, function: Callable[[], None], num_bytes: int = 0) -> bool:
-        """Write now, or later if the disk fails. Returns whether it is written."""
-
-        def run() -> None:
-            self._check_there()
-            function()
-
-        return self._writer.now(Write(kind, step, run, num_bytes))
+    def _write_there(self, function: Callable[[], None]) -> None:
+        self._check_there()
+        function()
 
     def _check_there(self) -> None:
         """Check that the folder has not gone: where a disk was unmounted, its path is on another one."""
         if self._started and not (self.path / "config.toml").exists():
-            raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self.path))
+            raise DiskError(f"{self.path}: the run folder is gone")
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
@@ -367,19 +363,16 @@ class RunFolder:
         return self.path / "checkpoints" / f"step-{step}"
 
     def checkpoint_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step: by ``run.save_steps`` or ``run.save_minutes``, or because the last
-        one could not be written."""
+        """Whether a checkpoint is due after a step, by ``run.save_steps`` or ``run.save_minutes``."""
         every, minutes = self._settings.save_steps, self._settings.save_minutes
-        is_old = 0 < minutes * 60 <= time.monotonic() - self._saved
-        return self._missed or is_old or (every > 0 and step % every == 0)
+        return 0 < minutes * 60 <= time.monotonic() - self._saved or (every > 0 and step % every == 0)
 
     @waiting("checkpoint")
     def save_checkpoint(
         self, models: Models, state: SavedState, world: World | None = None, *, wait: bool = False
-    ) -> bool:
+    ) -> None:
         """Write a checkpoint: ``step-N`` is always complete. Every rank must call; rank 0 writes: in the background,
-        from a copy, if the memory allows. If the disk fails, the write is repeated until a newer one takes its place.
-        Returns whether that is taken care of; if not, the next step writes one.
+        from a copy, if the memory allows. Waits until the last one is written.
 
         Args:
             models, state: what to write.
@@ -387,19 +380,32 @@ class RunFolder:
             wait: whether to return only when it is written.
 
         Raises:
-            DiskError: with ``wait``, when the disk has failed for ``run.stop_when_unsaved_minutes``.
+            DiskError: the disk has failed for ``run.stop_when_unsaved_minutes``.
         """
         world, content = world or World(), content_of(models, state)
-        self._saved = time.monotonic()
-        save = (self._writer, "checkpoint", content, self._write_checkpoint, world)
-        self._missed = False
-        if not save_in_background(*save):
-            while (missed := not save_now(*save)) and wait:
-                on_main(world, self._writer.pause)
-            self._missed = missed
+        target, self._saved = self.checkpoint(state.step), time.monotonic()
+        self._settle(world, "checkpoint")
+        if on_main(world, partial(has_room, content)):
+            copy = copied(content, write=world.is_main)
+            if world.is_main:
+                write = partial(self._write_there, partial(self._replace, target, copy))
+                self._writer.in_background(Write("checkpoint", state.step, write))
+        else:
+            self._write_model("checkpoint", target, content, world)
         if wait:
-            on_main(world, self.settle)
-        return not self._missed
+            self._settle(world)
+
+    def _write_model(self, kind: str, target: Path, content: Content, world: World) -> None:
+        """Write live tensors, which every rank takes part in, again and again if the disk fails."""
+        write = partial(self._replace, target, content, write=world.is_main)
+        while True:
+            try:
+                on_main(world, self._check_there)
+                together(world, write)
+            except DiskError as error:
+                on_main(world, partial(self._writer.failed, Write(kind, content.step, write), error))
+            else:
+                return on_main(world, self._writer.succeeded)
 
     def settle(self) -> None:
         """Wait until everything is written.
@@ -407,17 +413,12 @@ class RunFolder:
         Raises:
             DiskError: the disk has failed for ``run.stop_when_unsaved_minutes``.
         """
-        self._writer.settle()
+        self._settle(World())
 
-    def _write_checkpoint(self, content: Content, world: World) -> None:
-        self._replace(self.checkpoint(content.step), content, world)
-        keep, every = self._settings.save_total_limit, self._settings.keep_every
-        for old in self.checkpoint_steps()[:-keep] if keep and world.is_main else []:
-            if not every or old % every:
-                durable.remove(self.checkpoint(old))
-        if world.is_main:  # should the newest checkpoint be damaged, the run goes on from the one before
-            held = self.checkpoint_steps()[-2:][0]
-            self.forget_journal([step for step in self.journal_steps() if step <= held])
+    def _settle(self, world: World, kind: str = "") -> None:
+        """Wait for the writes of a kind. The ranks meet in between, so that none takes another for stuck."""
+        while not on_main(world, partial(self._writer.wait, kind)):
+            pass
 
     @property
     def best(self) -> Path:
@@ -425,23 +426,29 @@ class RunFolder:
         return self.path / "best"
 
     @waiting("saving the best model")
-    def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> bool:
-        """Replace the best model. ``best/`` is always complete. Every rank must call; rank 0 writes. If the disk fails,
-        a copy is kept if the memory allows, and its write repeated until a newer one takes its place. Returns whether
-        it is written."""
-        world = world or World()
-        content = model_of(models, {"best.json": as_json(record).encode()}, step=record.get("step", 0))
-        on_main(world, partial(self._writer.free, "best model"))  # an older one may be on its way into the same folder
-        save = (self._writer, "best model", content, partial(self._replace, self.best), world)
-        if save_now(*save):
-            return True
-        if not save_in_background(*save):
-            log.warning("the best model, of step %s, is lost: no memory for a copy of it", content.step)
-        return False
+    def save_best(self, models: Models, record: dict[str, Any], world: World | None = None) -> None:
+        """Replace the best model. ``best/`` is always complete. Every rank must call; rank 0 writes.
 
-    def _replace(self, target: Path, content: Content, world: World) -> None:
-        replace_model(target, content, world, check=self._check_there, metrics=self.path / "metrics.jsonl")
-        self.saved.append((content.step, target))
+        Raises:
+            DiskError: the disk has failed for ``run.stop_when_unsaved_minutes``.
+        """
+        weights, files = named_weights(models.policy.model), {"best.json": as_json(record).encode()}
+        content = Content(models, {WEIGHTS: weights}, record.get("step", 0), files)
+        self._write_model("best model", self.best, content, world or World())
+
+    def _replace(self, target: Path, content: Content, *, write: bool = True) -> None:
+        """Write a model in place of an older one, and remove what a checkpoint makes superfluous."""
+        write_content(target, content, write=write, synced=self.path / "metrics.jsonl")
+        if write:
+            self.saved.append((content.step, target))
+        if not write or target == self.best:
+            return
+        keep, every = self._settings.save_total_limit, self._settings.keep_every
+        for old in self.checkpoint_steps()[:-keep] if keep else []:
+            if not every or old % every:
+                durable.remove(self.checkpoint(old))
+        held = self.checkpoint_steps()[-2:][0]  # should the newest be damaged, the run goes on from the one before
+        self.forget_journal([step for step in self.journal_steps() if step <= held])
 
     def close(self) -> None:
         """Wait for what is being written, try once more what failed, and unlock the folder."""
@@ -459,3 +466,142 @@ class RunFolder:
 def _is_no_run(path: Path) -> bool:
     """Whether a new run may find this in its folder: logs of ranks, or a file that a kill has left half written."""
     return path.name in ("logs", LOCK) or path.name.endswith(".toml.part")
+
+
+# ----------------------------------------
+# How a process begins with the run in a folder, and ends.
+
+
+T = TypeVar("T")
+Resume = bool | Literal["auto"]
+"""``train(resume=...)``. True: the folder must hold a run. "auto": it may."""
+
+
+class Beginning(StrEnum):
+    """How a process begins with a run."""
+
+    NEW = "new"
+    """From the first step, in a folder without a run."""
+    AGAIN = "again"
+    """From the first step, in the folder of a run that ended before its first checkpoint."""
+    RESUMED = "resumed"
+    """From a checkpoint."""
+    COMPLETE = "complete"
+    """There is nothing to do."""
+
+
+def find_run(folder: RunFolder, config: GRPOConfig, resume: Resume, allowed: Collection[str] = ()) -> Beginning:
+    """How to begin a run with these settings. A run whose checkpoints were removed, or are all set aside, does not
+    start again. A complete run whose newest checkpoint is damaged goes on from the one before.
+
+    Args:
+        folder: the run folder.
+        config: the settings.
+        resume: whether to resume. False: the folder must hold no run.
+        allowed: keys of changes that are allowed though they change results.
+
+    Raises:
+        RunFolderError: the folder holds something else, or a run with other settings.
+    """
+    if not resume or (resume == "auto" and not folder.is_run):
+        folder.check_free()
+        return Beginning.NEW
+    if folder.is_run:
+        folder.take()
+    folder.check_settings(config, allowed)
+    saved = load_config(folder.path / "config.toml", of_run=True)
+    steps = folder.checkpoint_steps()
+    ended = folder.has_summary and resume == "auto" and not _goes_further(saved, config, folder.read_summary())
+    if ended and (not steps or folder.check_resumable(config, allowed) == steps[-1]):
+        folder.close()
+        return Beginning.COMPLETE
+    if not steps:
+        check_replaceable(folder.path)
+    return Beginning.RESUMED if steps else Beginning.AGAIN
+
+
+def _goes_further(saved: GRPOConfig, now: GRPOConfig, summary: Mapping[str, Any]) -> bool:
+    """Whether a complete run is to train on: it is given another end, or another patience after it stopped early."""
+    ends = [(config.run.max_steps, config.run.num_epochs) for config in (saved, now)]
+    patience = [config.eval.early_stopping_patience for config in (saved, now)]
+    return ends[0] != ends[1] or (bool(summary.get("stopped_early")) and patience[0] != patience[1])
+
+
+def output_folder(config: GRPOConfig, world: World, *, resume: bool = False) -> RunFolder:
+    """The folder of the settings, or the next free one under ``runs``, which rank 0 finds.
+
+    Raises:
+        ConfigError: ``resume`` without ``run.output_dir``.
+    """
+    if config.run.output_dir is not None:
+        return RunFolder(config.run.output_dir, config.run)
+    if resume:
+        raise ConfigError("to resume a run, set run.output_dir to its folder")
+    path = on_main(world, lambda: RunFolder.next_free("run").path)
+    return RunFolder(path, config.run)
+
+
+def find_folder(
+    config: GRPOConfig, world: World, resume: Resume, allowed: Collection[str] = (), folder: RunFolder | None = None
+) -> tuple[RunFolder, Beginning]:
+    """The folder of the settings unless another is given, and how to begin with what is in it: ``output_folder`` and
+    ``find_run``."""
+    folder = folder or output_folder(config, world, resume=bool(resume))
+    with closed_on_error(folder):
+        return folder, on_main(world, lambda: find_run(folder, config, resume, allowed))
+
+
+def template_time(config: GRPOConfig) -> str | None:
+    """``data.template_time``; if it is unset, that of the run in ``run.output_dir``, which may be resumed."""
+    known, folder = config.data.template_time, config.run.output_dir
+    if known is None and folder is not None and RunFolder(folder).is_run:
+        with suppress(ConfigError):  # said when the run is resumed
+            known = load_config(Path(folder).expanduser() / "config.toml", of_run=True).data.template_time
+    return known
+
+
+def with_template_time(config: GRPOConfig, time: str | None) -> GRPOConfig:
+    """The settings with ``data.template_time``, unless it is None."""
+    return (
+        config.model_copy(update={"data": config.data.model_copy(update={"template_time": time})}) if time else config
+    )
+
+
+@contextmanager
+def closed_on_error(folder: RunFolder) -> Iterator[None]:
+    """Close the folder if the block raises, so that another trainer of the process may take it."""
+    try:
+        yield
+    except BaseException:
+        folder.close()
+        raise
+
+
+def closing(folder: RunFolder, steps: Iterable[T]) -> Generator[T]:
+    """The steps of a run, after which its folder is closed, however they end: also if they never begin, and when the
+    interpreter exits before."""
+
+    def closed() -> Generator[Any]:
+        try:
+            yield
+            yield from steps
+        finally:
+            folder.close()
+
+    found = closed()
+    next(found)  # enters the block: a generator that is not in it is closed without leaving it
+    close_at_exit(found)
+    return found
+
+
+def log_to(folder: RunFolder, world: World) -> None:
+    """Send this process's log and warnings to ``logs/rank-N.log``, and not to the console, which is rank 0's. Does
+    nothing on rank 0."""
+    if world.is_main:
+        return
+    path = folder.path / "logs" / f"rank-{world.rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    logging.captureWarnings(True)
+    logging.getLogger().addHandler(handler)

@@ -119,23 +119,24 @@ def digest(numbers: Mapping[str, np.ndarray]) -> str:
     return found.hexdigest()
 
 
-MAKERS: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "dict": dict,
-    "bytes": base64.b64decode,
-    "float": float,
-    "complex": lambda parts: complex(*parts),
-    "text": lambda codes: "".join(map(chr, codes)),
-    "date": date.fromisoformat,
-    "time": time.fromisoformat,
-    "datetime": datetime.fromisoformat,
-    "Decimal": Decimal,
-    "FinishReason": FinishReason,
-    "Unstorable": Unstorable,
+CODECS: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "FinishReason": (FinishReason, lambda value: value.value, FinishReason),
+    "text": (str, lambda value: [ord(character) for character in value], lambda codes: "".join(map(chr, codes))),
+    "float": (float, lambda value: str(float(value)), float),
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "dict": (Mapping, lambda value: [list(pair) for pair in value.items()], dict),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "time": (time, time.isoformat, time.fromisoformat),
+    "Decimal": (Decimal, str, Decimal),
+    "Unstorable": ((), str, Unstorable),
 }
-"""What makes the object of a tag from its decoded content."""
+"""By tag: the class of a value that JSON lacks, what JSON holds of it, and what makes the value from that. Of several
+classes the first counts; of dates and decimals, a subclass becomes an ``Unstorable``."""
 
 
 class _Writer:
@@ -152,37 +153,26 @@ class _Writer:
         kind = type(value)
         if value is None or kind is int or kind is bool or (kind is str and value.isascii()):
             return value
-        if kind is np.ndarray or isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        if isinstance(value, np.ndarray | np.generic | torch.Tensor):
             return self._array(value)
         if CLASSES.get(name := kind.__name__) is kind:
             return {TAG: name, "of": {member: self.encode(getattr(value, member)) for member in MEMBERS[name]}}
-        if isinstance(value, FinishReason):
-            return {TAG: "FinishReason", "of": value.value}
-        if isinstance(value, str):
-            return _encoded_text(str.__str__(value))
-        if isinstance(value, int):
-            return int(value)
-        if isinstance(value, float):
-            return float(value) if math.isfinite(value) else {TAG: "float", "of": str(float(value))}
-        return self._container(value)
-
-    def _container(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            pairs = [[self.encode(key), self.encode(one)] for key, one in value.items()]
-            if all(isinstance(key, str) and key != TAG for key, _ in pairs):
-                return dict(pairs)
-            return {TAG: "dict", "of": pairs}
         if isinstance(value, list):
             return [self.encode(one) for one in value]
-        if isinstance(value, tuple | set | frozenset):
-            kind = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
-            return {TAG: kind.__name__, "of": [self.encode(one) for one in value]}
-        if isinstance(value, bytes):
-            return {TAG: "bytes", "of": base64.b64encode(value).decode()}
-        if isinstance(value, complex):
-            return {TAG: "complex", "of": [self.encode(value.real), self.encode(value.imag)]}
-        if type(value) in (date, time, datetime, Decimal) and type(getattr(value, "tzinfo", None)) in TIMEZONES:
-            return {TAG: type(value).__name__, "of": str(value) if type(value) is Decimal else value.isoformat()}
+        if isinstance(value, Mapping) and all(isinstance(key, str) and key.isascii() and key != TAG for key in value):
+            return {str.__str__(key): self.encode(one) for key, one in value.items()}
+        if isinstance(value, float) and math.isfinite(value):
+            return float(value)
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, str) and not isinstance(value, FinishReason) and _is_text(value):
+            return str.__str__(value)
+        for tag, (base, content, _) in CODECS.items():
+            if isinstance(value, base):
+                is_other = issubclass(base, date | time | Decimal) and (
+                    kind is not base or type(getattr(value, "tzinfo", None)) not in TIMEZONES
+                )
+                return self._unstorable(value) if is_other else {TAG: tag, "of": self.encode(content(value))}
         return self._unstorable(value)
 
     def _unstorable(self, value: Any) -> Any:
@@ -191,7 +181,7 @@ class _Writer:
             text = str(value)
         except Exception:  # of a class of the user
             text = f"an object of {type(value).__name__}"
-        return {TAG: "Unstorable", "of": _encoded_text(text)}
+        return {TAG: "Unstorable", "of": self.encode(text)}
 
     def _array(self, value: Any) -> Any:
         """The place of an array: dtype, shape, and index of its first number among those of its dtype."""
@@ -228,11 +218,9 @@ class _Reader:
             name, shape, start = of
             numbers = self._arrays[name][start : start + math.prod(shape)].reshape(shape).copy()
             return torch.from_numpy(numbers) if kind == "tensor" else numbers[()] if kind == "scalar" else numbers
-        return MAKERS[kind](self.decode(of))
+        return CODECS[kind][2](self.decode(of))
 
 
-def _encoded_text(text: str) -> Any:
-    """JSON text would join a high and a low surrogate that stand alone to one character."""
-    if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text):
-        return text
-    return {TAG: "text", "of": [ord(character) for character in text]}
+def _is_text(text: str) -> bool:
+    """Whether JSON can hold a text: it would join a high and a low surrogate that stand alone to one character."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)

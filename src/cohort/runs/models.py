@@ -7,46 +7,36 @@ import shutil
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from cohort.errors import ModelError, RunFolderError
-from cohort.parallel import World, together
+from cohort.parallel import World, on_main, together
 from cohort.parallel.full import class_before_sharding
 from cohort.policy import Policy, adapter_weights, has_adapters, merged, trained_adapter, without_progress_bars
 from cohort.policy.load import processor_files
 from cohort.policy.policy import check_finite_weights
-from cohort.runs.durable import FileRecord, replaced, sync_path, write_file
+from cohort.runs.durable import replaced
 from cohort.runs.reading import damage_named
 
 # ----------------------------------------
 # Tensors between memory and safetensors files, whatever layout they have in memory: a file holds each tensor whole.
 #
 # A sharded tensor (a ``DTensor``) is gathered when its turn comes to be written, so no rank ever holds more than one
-# whole tensor beyond its own share. The file is written as it is hashed, in one pass.
+# whole tensor beyond its own share.
 
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint8: "U8", torch.bool: "BOOL"}
+DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
 """The names of types in safetensors files."""
 
 
@@ -87,54 +77,60 @@ def fill(tensor: Tensor, values: Tensor) -> Tensor:
     return tensor
 
 
-def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model's state by name, tied ones once, under the first of their names."""
+def named_weights(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model that are saved, by name, tied ones once, under the first of their names."""
     state = model.state_dict()  # of a sharded model, this also gives back gathered weights
     once = {name for name, _ in model.named_parameters()}
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
-    return {name: tensor for name, tensor in state.items() if name not in aliases}
+    omitted = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    omitted |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return {name: tensor for name, tensor in state.items() if name not in omitted}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, write: bool = True) -> FileRecord | None:
-    """Write tensors as a safetensors file, each whole, one at a time, after a check that its numbers are finite.
+class Stream:
+    """Tensors, and the whole values of each, once, in the order of a file. Of sharded ones, every rank takes each.
 
     Args:
-        path: the file.
         tensors: by name; sharded or not, of any device.
-        write: whether this rank writes. The others only take part in gathering sharded tensors.
+        check: whether a file may hold finite numbers only.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, check: bool = True) -> None:
+        # Wider types first, as safetensors orders them: so every tensor is aligned. Every rank has the same order.
+        self.tensors = dict(sorted(tensors.items(), key=lambda one: (-one[1].element_size(), one[0])))
+        self.check = check
+        self._values = ((name, whole(tensor)) for name, tensor in self.tensors.items())
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, one.cpu() if is_sharded(self.tensors[name]) else one) for name, one in self._values)
+
+    def finish(self) -> None:
+        """Take what is left: the other ranks wait for this one in every gather, also when the disk is full."""
+        deque(self._values, maxlen=0)
+
+
+def write_tensors(path: Path, stream: Stream) -> None:
+    """Write tensors as a safetensors file, each whole, one at a time.
 
     Raises:
-        NonFiniteError: a tensor holds NaN or infinity. The file is incomplete.
+        NonFiniteError: a tensor holds NaN or infinity, and the stream is to be checked. The file is incomplete.
     """
-    # Wider types first, as safetensors orders them: so every tensor is aligned. The order is the same on every rank.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    gathered = ((name, whole(tensors[name])) for name in names)
-    try:
-        return write_file(path, _chunks(_header(tensors, names), gathered)) if write else None
-    finally:
-        for _ in gathered:  # the other ranks wait for this one in every gather, also when the disk is full
-            pass
-
-
-def _header(tensors: Mapping[str, Tensor], names: Iterable[str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in names:
-        tensor = tensors[name]
+    for name, tensor in stream.tensors.items():
         if tensor.dtype not in DTYPES:
             raise RunFolderError(f"{name} cannot be stored in a checkpoint: it is of type {tensor.dtype}")
         begin, end = end, end + tensor.numel() * tensor.element_size()
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
 
-
-def _chunks(header: bytes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
-    yield header
-    for name, tensor in tensors:
-        check_finite_weights({name: tensor}, "what was to be saved")
-        yield memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    path.parent.mkdir(exist_ok=True)
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for name, tensor in stream:
+            if stream.check:
+                check_finite_weights({name: tensor}, "what was to be saved")
+            file.write(memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -150,45 +146,67 @@ _SAVING = threading.Lock()
 
 
 def save_model(
-    policy: Policy,
-    tokenizer: Any,
-    path: str | Path,
-    *,
-    merge: bool = False,
-    write: bool = True,
-    copies: Mapping[str, Tensor] | None = None,
-) -> dict[str, FileRecord]:
+    policy: Policy, tokenizer: Any, path: Path, *, merge: bool = False, weights: Stream | None = None
+) -> None:
     """Write weights in the master dtype, config and tokenizer, as ``transformers`` loads them.
 
-    Of a model with adapters, the adapter alone is written or, with ``merge``, the model with the adapter merged. The
-    weights of a sharded model are gathered in the main memory of the rank that writes: every rank must call, unless
-    ``copies`` are given, which are written in place of the model's weights. Returns what is known of the files.
+    Args:
+        policy, tokenizer: what to write.
+        path: a folder.
+        merge: of a model with adapters, write the model with the adapter merged, and not the adapter alone.
+        weights: in place of the model's weights, by the same names.
     """
-    model = policy.model
-    weights = named_weights(model) if copies is None else copies
-    more: dict[str, Any] = {} if copies is None else {"state_dict": dict(copies)}
-    if any(is_sharded(tensor) for tensor in weights.values()):
-        more["state_dict"] = _gathered(model, weights, keep=write)
-    if not write:
-        return {}
-    adapters = has_adapters(model)
-    if adapters:
-        name = trained_adapter(model)
-        model, more = (merged(model), {}) if merge else (model, more | {"selected_adapters": [name]})
-    # safetensors holds the interpreter while it writes, so that training would wait: it is not asked to write copies.
-    ours = {} if copies is None or adapters else copies
+    is_adapter = has_adapters(policy.model) and not merge
+    model: Any = merged(policy.model) if has_adapters(policy.model) and merge else policy.model
+    weights = weights or Stream(named_weights(model), check=False)
+    more: dict[str, Any] = {"state_dict": {}}
+    if is_adapter:
+        more = {"state_dict": dict(weights), "selected_adapters": [trained_adapter(model)]}
     with without_progress_bars(), _generation_config_as_it_is(model):
-        model.save_pretrained(path, **({"state_dict": {}} if ours else more))
-    records = _write_weights(Path(path), model, ours) if ours else {}
-    if adapters and not merge and name != "default":  # peft writes those of other names to a folder in it
-        for file in (Path(path) / name).iterdir():
-            file.replace(Path(path) / file.name)
-        (Path(path) / name).rmdir()
+        model.save_pretrained(path, **more)
+    if not is_adapter:  # by us: safetensors holds the interpreter while it writes, so that training would wait
+        unchanged: dict[str, Tensor] = {}
+        if revert_weight_conversion(model, unchanged) is not unchanged:  # other names or shapes than those of the model
+            weights = Stream(revert_weight_conversion(model, dict(weights)), check=weights.check)
+        (path / "model.safetensors").unlink(missing_ok=True)
+        write_tensors(path / "model.safetensors", weights)
+    elif (inner := path / trained_adapter(model)).is_dir():  # where peft writes those of other names than "default"
+        for file in inner.iterdir():
+            file.replace(path / file.name)
+        inner.rmdir()
     tokenizer.save_pretrained(path)
-    for file in () if has_adapters(model) else processor_files(model):
+    for file in () if has_adapters(policy.model) else processor_files(model):
         with suppress(shutil.SameFileError):  # a model that is saved over the one that was loaded
-            shutil.copyfile(file, Path(path) / file.name)
-    return records
+            shutil.copyfile(file, path / file.name)
+
+
+def save_gathered(policy: Policy, tokenizer: Any, path: Path, world: World, *, merge: bool = False) -> None:
+    """``save_model`` of a model that may be sharded: every rank must call, and rank 0 writes."""
+    weights = None if merge else Stream(named_weights(policy.model), check=False)
+
+    def write() -> None:
+        try:
+            if world.is_main:
+                save_model(policy, tokenizer, path, merge=merge, weights=weights)
+        finally:
+            if weights:
+                weights.finish()
+
+    together(world, write)
+
+
+def save_merged(target: Path, policy: Policy, tokenizer: Any, world: World) -> None:
+    """Write a model with its adapters merged, in place of an older one. Every rank must call.
+
+    Raises:
+        DiskError: it cannot be written.
+    """
+
+    def write() -> None:
+        with replaced(target) as folder:
+            save_model(policy, tokenizer, folder, merge=True)
+
+    on_main(world, write)
 
 
 @contextmanager
@@ -233,43 +251,6 @@ def check_writable(policy: Policy, tokenizer: Any) -> None:
                     f"{what} cannot be written, so no checkpoint could be: {type(error).__name__}: {error}. Remove "
                     "from it what JSON lacks"
                 ) from error
-
-
-def save_merged(target: Path, policy: Policy, tokenizer: Any, world: World) -> None:
-    """Write a model with its adapters merged, in place of an older one. Every rank must call.
-
-    Raises:
-        DiskError: it cannot be written.
-    """
-
-    def write() -> None:
-        with replaced(target) if world.is_main else nullcontext(target) as folder:
-            save_model(policy, tokenizer, folder, merge=True, write=world.is_main)
-            for path in folder.rglob("*") if world.is_main else ():
-                sync_path(path)
-
-    together(world, write)
-
-
-def _write_weights(folder: Path, model: Any, weights: Mapping[str, Tensor]) -> dict[str, FileRecord]:
-    """Write weights under the names and in the shapes that ``save_pretrained`` gives them."""
-    omitted = model._keys_to_ignore_on_save or ()
-    kept = {name: tensor for name, tensor in weights.items() if name not in omitted}
-    record = write_tensors(folder / "model.safetensors", revert_weight_conversion(model, kept))
-    return {"model.safetensors": record} if record else {}
-
-
-def _gathered(model: nn.Module, weights: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """The whole tensors of a sharded model's state on the CPU, tied ones as one tensor under each of their names, as
-    transformers needs them to choose the name to save; nothing unless ``keep``."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        values = whole(tensor)
-        if keep:
-            found[name] = values.cpu()
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    return found | {name: found[names[name]] for name in names if keep}
 
 
 def check_saved(policy: Policy, folder: Path) -> None:

@@ -88,8 +88,8 @@ class Training:
                 "observers": parts.observers.state_dict(),
             }
             saved = SavedState(state.complete_steps, parts.optimizer.state_dict(), loop)
-            if self.folder.save_checkpoint(parts.models, saved, parts.world, wait=wait):
-                self._saved = state
+            self.folder.save_checkpoint(parts.models, saved, parts.world, wait=wait)
+            self._saved = state
         elif wait:
             on_main(parts.world, self.folder.settle)
 

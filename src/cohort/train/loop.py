@@ -233,8 +233,10 @@ def evaluate(training: Training) -> tuple[State, dict[str, Any]]:
     best, wins = state.best, False
     if step or all(one.initial_can_be_best for one in parts.observers.each):
         best, wins = state.best.after(step, metrics)
-    if wins and folder.save_best(parts.models, best.record(), parts.world) and parts.config.report.check_saved:
-        together(parts.world, partial(check_saved, parts.policy, folder.best))
+    if wins:
+        folder.save_best(parts.models, best.record(), parts.world)
+        if parts.config.report.check_saved:
+            together(parts.world, partial(check_saved, parts.policy, folder.best))
     return replace(state, best=best), metrics
 
 

@@ -21,8 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from cohort.errors import ConfigError, RunFolderError
 from cohort.parallel import on_main
 from cohort.runs.durable import write_atomically
-from cohort.runs.folder import RunFolder
-from cohort.runs.output import find_folder
+from cohort.runs.folder import RunFolder, find_folder
 from cohort.runs.reading import steps_of
 from cohort.runs.starts import WRITTEN
 
