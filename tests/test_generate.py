@@ -253,7 +253,7 @@ def test_mistakes_are_reported_before_the_model_is_loaded(mistake, tmp_path, cap
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(run_module, "load_policy", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr("cohort.evaluation.model.load_policy", lambda *a, **k: pytest.fail("loaded"))
     Path("good.txt").write_text("1\n")
     Path("blank.txt").write_text("\n \n")
     Path("latin.txt").write_bytes(b"a\n\xe9b\n")

@@ -6,7 +6,7 @@ from tokenizers import AddedToken, processors
 from cohort.config import DataConfig
 from cohort.data import PromptSet
 from cohort.data.render import TurnTokens
-from cohort.doctor.known import appended_end
+from cohort.doctor.checks import appended_end
 from cohort.errors import ConfigError
 from tests.conftest import each
 from tests.data.templates import CHATML, QWEN3, byte_tokenizer

@@ -1,21 +1,33 @@
-"""Each check on plain values: what passes, what warns, what fails, and the number in its words."""
+"""Each check on plain values or on a small run: what passes, what warns, what fails, and the number in its words."""
 
 import json
 import math
+from types import SimpleNamespace as Made
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from cohort.config import GRPOConfig
+from cohort.doctor import Run, checks
 from cohort.doctor.answers import Told, check_answers, try_answers
-from cohort.doctor.cost import Memory, Time, check_memory, check_time
-from cohort.doctor.known import check_optimizer, check_sampling
-from cohort.doctor.prompts import check_columns, check_ends, check_lengths, check_prompts, check_text
-from cohort.doctor.signal import check_cut, check_distinct, check_reference, check_rewards, check_sampler, check_signal
+from cohort.doctor.checks import (
+    CHECKS,
+    check_cut,
+    check_distinct,
+    check_optimizer,
+    check_reference,
+    check_rewards,
+    check_sampler,
+    check_sampling,
+    check_signal,
+    check_time,
+)
 from cohort.rewards import RewardRunner
+from cohort.types import Prompt
 from tests.conftest import each
 from tests.rewards.conftest import prompt
 
-MEBI = 2**20
 NAN = math.nan
 
 
@@ -23,38 +35,109 @@ def config(**settings):
     return GRPOConfig(**settings)
 
 
-def ends(ends, turn_end=None, *, other_ends=False, **more):
-    return check_ends(ends, turn_end, other_ends=other_ends, longest=256, pad=None, **{"sizes": (10, 10), **more})
+class Prompts(list):
+    """Stands in for a ``PromptSet``; prompts are equal if their uids are."""
+
+    columns, longest, dropped, truncated, spelt = (), 9, 0, 0, ()
+
+    def __init__(self, uids=(), *sources, **known):
+        super().__init__(known.pop("some", None) or [prompt(uid) for uid in uids])
+        data = Made(sources=[Made(rows=rows, config=Made(format="auto")) for rows in sources or [[]]])
+        vars(self).update({"data": data} | known)
+
+    def keys(self):
+        return [one.uid for one in self]
 
 
-def text(**changes):
-    return check_text("first prompt", changes.pop("lost", []), raw_for_chat=changes.pop("raw", False), **changes)
+class Tokenizer:
+    """Stands in for a tokenizer of ten tokens."""
+
+    bos_token, bos_token_id, unk_token_id, pad_token, chat_template = "<s>", 1, 0, None, None
+
+    def __init__(self, **known):
+        vars(self).update({"after": []} | known)
+
+    def __len__(self):
+        return 10
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [5, *self.after] if add_special_tokens else [5]}
+
+    def convert_ids_to_tokens(self, ids):
+        return [self.convert_ids_to_tokens(one) for one in ids] if isinstance(ids, list) else {2: "</s>"}[ids]
+
+
+def found(check, prompts=(), settings=(), **parts):
+    """What a check finds in a run with only the parts that it looks at."""
+    return CHECKS[check](Run(Made(prompts=Made(prompts=prompts), **parts), None, config(**dict(settings)), None))
+
+
+def columns(functions, *sources):
+    """The check of sources of rows whose columns functions read: name -> columns, or default parameters."""
+    calls = []
+    for name, parameters in functions.items():
+        space = {}
+        exec(f"def {name}(completion, {', '.join(parameters)}): ...", space)
+        calls.append(space[name])
+    rows = [
+        [dict(zip(source, cells, strict=True)) for cells in zip(*source.values(), strict=True)] for source in sources
+    ]
+    return found("columns", Prompts((), *rows, columns=[*sources[0]]), rewards=RewardRunner(calls))
+
+
+def prompts(uids, **held_out):
+    sets = {name: Prompts(some) for name, some in held_out.items()}
+    return found("prompts", Prompts(uids), evaluator=Made(sets=sets))
+
+
+def lengths(count, **known):
+    model = Made(model=Made(config=Made(max_position_embeddings=2048)))
+    return found("lengths", Prompts(range(count), **known), {"max_completion_length": 9}, policy=model)
+
+
+def text(token_ids=(5,), asked="first prompt", tokenizer=None, **known):
+    some = [Prompt(0, 0, token_ids, "first prompt", asked, {})]
+    return found("text", Prompts(some=some, **known), tokenizer=tokenizer or Tokenizer())
+
+
+def ends(ids, turn=None, *, size=10, textless=(0, 0.0)):
+    parts = {"engine": Made(end_token_ids=ids), "policy": Made(vocab_size=size), "tokenizer": Tokenizer()}
+    asked = Prompts(some=[prompt(messages=[{"role": "user", "content": "0?"}])])
+    with patch.multiple(checks, turn_end=lambda _: turn, textless=lambda _: textless):
+        return found("ends", asked, **parts)
 
 
 def told(right, wrong, told, below=0, *, named=True):
     return check_answers([Told("math", "answer", r"\boxed{ANSWER}", 4, told, below, right, wrong, named)], {})
 
 
-def memory(**changes):
-    return check_memory(Memory(**{"free": 100, "gradients": 10, "passes": 60, "cache": 5} | changes))
+def memory(free=100, gradients=10, passes=60, cache=5, weights=0):
+    """The check of a run on a CPU, in bytes."""
+    model, trained = torch.nn.Module(), torch.zeros(gradients, dtype=torch.uint8)
+    model.weight = torch.nn.Parameter(torch.zeros(weights, dtype=torch.uint8), requires_grad=False)
+    parts = {
+        "policy": Made(device=torch.device("cpu"), model=model),
+        "optimizer": Made(rules=(), parameters=[trained]),
+        "budget": Made(predicted_bytes=passes),
+    }
+    with patch.multiple(checks, free_bytes=lambda _: free, _cache_bytes=lambda *_: cache):
+        return found("memory", (), {"lag": 1}, **parts)
 
 
-def time(**changes):
-    pieces = {"phases": {"generate": 6.0, "reward": 1.0, "update": 3.0}, "steps": 60, "evaluation": 30.0}
-    return check_time(Time(**pieces | {"evaluations": 2} | changes), 16)
+def time(phases=None, **changes):
+    pieces = {"steps": 60, "evaluation": 30.0, "evaluations": 2} | changes
+    return check_time(phases or {"generate": 6.0, "reward": 1.0, "update": 3.0}, 16, **pieces)
 
 
 HALF, DEAD = [1.0, 0.0, 1.0, 0.0], [0.0] * 4
 HEALTHY = {
     "sampling": lambda: check_sampling(config(top_p=0.9)),
     "optimizer": lambda: check_optimizer(config(warmup_steps=5, lr_scheduler_type="linear"), 100, 10**9),
-    "columns": lambda: check_columns(
-        ["q", "answer"], {"math": ["answer"]}, {"math": ["scale"]}, {"answer": [["1", "2"]]}
-    ),
-    "prompts": lambda: check_prompts([1, 2, 3], {"": [4, 5]}),
-    "lengths": lambda: check_lengths(100, 256, 2048, prompts=90, dropped=10, truncated=0),
+    "columns": lambda: columns({"math": ["answer", "scale=1"]}, {"q": ["x", "y"], "answer": ["1", "2"]}),
+    "prompts": lambda: prompts([1, 2, 3], **{"": [4, 5]}),
+    "lengths": lambda: lengths(90, dropped=10),
     "text": text,
-    "ends": lambda: ends({2: "</s>"}, (2, "</s>")),
+    "ends": lambda: ends([2], (2, "</s>")),
     "answers": lambda: told(1.0, 0.0, 4),
     "sampler": lambda: check_sampler(1e-6, 0.1, "float32", "advice"),
     "reference": lambda: check_reference(0.0, "float32"),
@@ -70,7 +153,8 @@ HEALTHY = {
 def test_a_mixture_and_a_constant_that_is_no_answer_are_healthy():
     """Each source has a column of its own for its rewards, and a column says which source it is."""
     values = {"answer": [["1", "2"], [None] * 2], "tests": [[None] * 2, ["a", "b"]], "source": [["gsm8k"] * 2] * 2}
-    (finding,) = check_columns([*values], {"both": [*values]}, {}, values)
+    sources = [{name: cells[index] for name, cells in values.items()} for index in range(2)]
+    (finding,) = columns({"both": [*values]}, *sources)
     assert str(finding.status) == "pass"
 
 
@@ -83,7 +167,7 @@ def test_an_answer_that_is_an_object_is_tried_as_json_and_never_warned_about():
 
     prompts = [prompt(uid, answer={"city": name, "count": uid}) for uid, name in enumerate(("Turku", "Cork"))]
     for function, told in ((fields, 2), (city, 0)):
-        (found,), _ = try_answers(RewardRunner([function]), prompts, {function.__name__: ["answer"]}, lambda text: [1])
+        (found,), _ = try_answers(RewardRunner([function]), prompts, {function.__name__: ["answer"]}, Tokenizer())
         assert (found.told, found.rows, found.named) == (told, 2, False)
         assert [str(one.status) for one in check_answers([found], {})] == ["pass"]
 
@@ -94,7 +178,7 @@ def test_a_penalty_with_a_negative_weight_tells_right_answers_from_wrong_ones():
 
     prompts = [prompt(uid, answer=str(uid)) for uid in range(4)]
     for weight, right, wrong, told in ((-1.0, 0.0, -1.0, 4), (1.0, 0.0, 1.0, 0)):
-        (found,), _ = try_answers(RewardRunner([penalty], [weight]), prompts, {"penalty": ["answer"]}, lambda text: [1])
+        (found,), _ = try_answers(RewardRunner([penalty], [weight]), prompts, {"penalty": ["answer"]}, Tokenizer())
         assert (found.right, found.wrong, found.told, found.below) == (right, wrong, told, 4 - told)
         assert math.copysign(1.0, found.right) == 1.0  # shown as 0.00
 
@@ -133,52 +217,52 @@ ILL = [
     ),
     (
         *("columns", "warn", "has a parameter 'answers', and the data has 'answer'"),
-        lambda: check_columns(["q", "answer"], {"own": []}, {"own": ["answers"]}, {}),
+        lambda: columns({"own": ["answers=None"]}, {"q": ["x"], "answer": ["1"]}),
     ),
     (
         *("columns", "warn", "column 'answer', which math reads, is empty in 2 of 4 rows"),
-        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": [["1", "", None, "3"]]}),
+        lambda: columns({"math": ["answer"]}, {"answer": ["1", "", None, "3"]}),
     ),
     (
         *("columns", "warn", "column 'tests', which code reads, is empty in 1 of 2 rows"),
-        lambda: check_columns(["tests"], {"code": ["tests"]}, {}, {"tests": [[None] * 9, ["a", None], ["a", "b"]]}),
+        lambda: columns({"code": ["tests"]}, {"tests": [None] * 9}, {"tests": ["a", None]}, {"tests": ["a", "b"]}),
     ),
     (
         *("columns", "warn", "column 'answer', which math reads, is empty in 3 of 3 rows"),
-        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": [[None], ["", ""]]}),
+        lambda: columns({"math": ["answer"]}, {"answer": [None]}, {"answer": ["", ""]}),
     ),
     (
         *("columns", "warn", "is 'A' in each of 3 rows"),
-        lambda: check_columns(["answer"], {"math": ["answer"]}, {}, {"answer": [["A"], ["A"] * 2]}),
+        lambda: columns({"math": ["answer"]}, {"answer": ["A"]}, {"answer": ["A"] * 2}),
     ),
-    ("prompts", "warn", "5 of 10 prompts are repeated", lambda: check_prompts([1, 2, 3, 4, 5] * 2, {})),
-    ("prompts", "warn", "1 of the 2 evaluation prompts of aime", lambda: check_prompts([1, 2], {"aime": [2, 3]})),
-    ("lengths", "warn", "7 of 90 prompts are cut", lambda: check_lengths(9, 9, 99, prompts=90, dropped=0, truncated=7)),
+    ("prompts", "warn", "5 of 10 prompts are repeated", lambda: prompts([1, 2, 3, 4, 5] * 2)),
+    ("prompts", "warn", "1 of the 2 evaluation prompts of aime", lambda: prompts([1, 2], aime=[2, 3])),
+    ("lengths", "warn", "7 of 90 prompts are cut", lambda: lengths(90, truncated=7)),
+    ("lengths", "warn", "30 of 100 prompts are drop", lambda: lengths(70, dropped=30)),
     (
-        "lengths",
+        "text",
         "warn",
-        "30 of 100 prompts are drop",
-        lambda: check_lengths(9, 9, 9, prompts=70, dropped=30, truncated=0),
+        "plain text, and the model has a chat template",
+        lambda: text(tokenizer=Tokenizer(chat_template="{}")),
     ),
-    ("text", "warn", "plain text, and the model has a chat template", lambda: text(raw=True)),
-    ("text", "warn", "begin with '<s>' twice", lambda: text(doubled_start="<s>")),
-    ("text", "warn", "puts '</s>' after every prompt", lambda: text(appended_end="</s>")),
+    ("text", "warn", "begin with '<s>' twice", lambda: text((1, 1, 5))),
+    ("text", "warn", "puts '</s>' after every prompt", lambda: text(tokenizer=Tokenizer(after=[2]))),
     (
         "text",
         "warn",
         "messages of 2 rows spell control tokens of the chat template ('<e>' in",
-        lambda: text(spelt=(2, "'<e>' in row 3")),
+        lambda: text(spelt=["'<e>' in row 3", "'<e>' in row 4"]),
     ),
-    ("text", "warn", "a message is not in its decoded prompt as it was written: 'Héllo'", lambda: text(lost=["Héllo"])),
-    ("text", "warn", "20% of the prompts' tokens are the unknown", lambda: text(unknown_tokens=2, tokens=10)),
-    ("ends", "warn", "every completion runs to 256 tokens", lambda: ends({})),
-    ("ends", "warn", "turn with '<end>' (7), which is not an end token", lambda: ends({2: "</s>"}, (7, "<end>"))),
-    ("ends", "warn", "the tokenizer has 11 tokens and the model 10", lambda: ends({2: "</s>"}, sizes=(11, 10))),
+    ("text", "warn", "a message is not in its decoded prompt as it was written: 'Héllo'", lambda: text(asked="Héllo")),
+    ("text", "warn", "20% of the prompts' tokens are the unknown", lambda: text((5,) * 8 + (0, 0))),
+    ("ends", "warn", "every completion runs to 256 tokens", lambda: ends([])),
+    ("ends", "warn", "turn with '<end>' (7), which is not an end token", lambda: ends([2], (7, "<end>"))),
+    ("ends", "warn", "the tokenizer has 10 tokens and the model 9", lambda: ends([2], size=9)),
     (
         "ends",
         "warn",
-        "2 of the model's 10 tokens are of no text, and 20.0% of",
-        lambda: ends({2: ""}, textless=(2, 0.2)),
+        "2 of the model's 12 tokens are of no text, and 20.0% of",
+        lambda: ends([2], size=12, textless=(2, 0.2)),
     ),
     (
         "answers",
@@ -222,7 +306,7 @@ ILL = [
     ("cut", "warn", "88% of completions are cut", lambda: check_cut(14, 16, 256, masked=False, no_signal=True)),
     ("memory", "fail", "the run needs 130 bytes more; 100 bytes free", lambda: memory(cache=120)),
     ("memory", "warn", "the run needs 95 bytes more", lambda: memory(passes=95)),
-    ("memory", "warn", "7 bytes on top while a checkpoint", lambda: memory(passes=85, copy=7)),
+    ("memory", "warn", "7 bytes on top while a checkpoint", lambda: memory(passes=85, weights=7)),
     ("time", "warn", "rewards take 53% of a step", lambda: time(phases={"generate": 8.0, "reward": 9.0})),
     ("time", "warn", "11 d 13 h in all", lambda: time(steps=10**5)),
 ]

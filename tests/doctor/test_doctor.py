@@ -12,7 +12,7 @@ from cohort.cli import main
 from cohort.config import load_config, to_toml
 from cohort.demo.run import SETTINGS
 from cohort.demo.task import problems
-from cohort.doctor import examine, known
+from cohort.doctor import checks, examine
 from cohort.doctor.examine import OF_ROLLOUT
 from cohort.errors import ConfigError
 from cohort.trainer import GRPOTrainer
@@ -213,17 +213,17 @@ def test_a_model_of_nan(folder):
 def test_tokens_of_no_text_that_a_new_model_draws(demo_tokenizer, tmp_path):
     known_ones = len(demo_tokenizer)
     trainer = make_trainer(demo_tokenizer, tmp_path, model=tiny_llama(vocab_size=known_ones + 9))
-    run = known.Run.of(trainer)
-    number, share = known.textless(run)
+    run = checks.Run.of(trainer)
+    number, share = checks.textless(run)
     with torch.no_grad():
         logits_V = trainer.policy.model(torch.tensor([run.first_prompts[0].token_ids])).logits[0, -1]
     assert number == 9
     assert share == pytest.approx(float(logits_V.softmax(-1)[known_ones:].sum()), rel=1e-5)
-    assert [str(one.status) for one in known.ends(run)] == ["warn"]
+    assert [str(one.status) for one in checks.ends(run)] == ["warn"]
 
 
 def test_no_rollout_is_sampled_if_it_cannot_fit_into_memory(folder, monkeypatch):
-    monkeypatch.setattr("cohort.doctor.known.free_bytes", lambda device: 2**20)
+    monkeypatch.setattr("cohort.doctor.checks.free_bytes", lambda device: 2**20)
     trainer = small_trainer(folder)
     found = {one.check: str(one.status) for one in examine(trainer)}
     assert (found["memory"], found["signal"], found["time"]) == ("fail", "skip", "skip")
@@ -239,17 +239,17 @@ def test_a_folder_with_the_lock_of_a_run_that_never_began_is_free(folder, tmp_pa
     trainer = small_trainer(folder)
     for name in ("run.lock", "config.toml.part"):
         (tmp_path / name).write_text("")
-    run = known.Run.of(trainer, tmp_path)
-    assert [str(one.status) for one in known.folder(run)] == ["pass"]
+    run = checks.Run.of(trainer, tmp_path)
+    assert [str(one.status) for one in checks.folder(run)] == ["pass"]
     (tmp_path / "notes.txt").write_text("")
-    (finding,) = known.folder(run)
+    (finding,) = checks.folder(run)
     assert (str(finding.status), "is not empty" in finding.found) == ("fail", True)
     (tmp_path / "config.toml").write_text("")
-    (finding,) = known.folder(run)  # 'cohort doctor CONFIG && cohort train CONFIG --resume auto' goes on
+    (finding,) = checks.folder(run)  # 'cohort doctor CONFIG && cohort train CONFIG --resume auto' goes on
     assert (str(finding.status), "holds a run already" in finding.found) == ("warn", True)
     with (tmp_path / "run.lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert [str(one.status) for one in known.folder(run)] == ["fail"]
+        assert [str(one.status) for one in checks.folder(run)] == ["fail"]
 
 
 def test_an_unknown_check_is_an_error(folder, capsys):

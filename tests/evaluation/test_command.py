@@ -15,7 +15,7 @@ from cohort.config import DataConfig
 from cohort.data import PromptSet, load_rows
 from cohort.demo.task import accuracy, problems
 from cohort.errors import RunFolderError
-from cohort.evaluation import command
+from cohort.evaluation import model as chosen_model
 from cohort.evaluation.command import Request
 from cohort.policy import load_tokenizer
 from cohort.runs.chosen import model_of, run_of
@@ -146,7 +146,7 @@ def test_two_models_with_the_same_random_numbers(rows, tmp_path, capsys, worse):
 
 
 def test_one_model_is_in_memory_at_a_time(rows, monkeypatch, worse, capsys):
-    alive, counts, real = weakref.WeakSet(), [], command.load_policy
+    alive, counts, real = weakref.WeakSet(), [], chosen_model.load_policy
 
     def watched(*arguments):
         counts.append(len(alive))
@@ -154,7 +154,7 @@ def test_one_model_is_in_memory_at_a_time(rows, monkeypatch, worse, capsys):
         alive.add(policy.model)
         return policy
 
-    monkeypatch.setattr(command, "load_policy", watched)
+    monkeypatch.setattr(chosen_model, "load_policy", watched)
     arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--max-tokens", "4", *SETTINGS)
     assert evaluate(*arguments, "--against", worse) == 0
     assert counts == [0, 0]
@@ -259,7 +259,7 @@ def test_errors_are_reported_before_a_model_is_loaded(rows, tmp_path, monkeypatc
     def load(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(command, "load_policy", load)
+    monkeypatch.setattr(chosen_model, "load_policy", load)
     (tmp_path / "rows.jsonl.py").write_text("")
     assert evaluate(*arguments.split()) == 2
     assert message in capsys.readouterr().err
@@ -267,7 +267,7 @@ def test_errors_are_reported_before_a_model_is_loaded(rows, tmp_path, monkeypatc
 
 def test_ctrl_c_leaves_no_partial_file(rows, monkeypatch, capsys, tmp_path, worse):
     arguments = ("--data", "rows.jsonl", "--reward", REWARD, "--max-tokens", "4", *SETTINGS, "--output", "out.jsonl")
-    real, calls = command.load_policy, []
+    real, calls = chosen_model.load_policy, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -275,7 +275,7 @@ def test_ctrl_c_leaves_no_partial_file(rows, monkeypatch, capsys, tmp_path, wors
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(command, "load_policy", interrupted)
+    monkeypatch.setattr(chosen_model, "load_policy", interrupted)
     for at, message in ((1, "interrupted; nothing was written"), (2, "interrupted; out.jsonl is written")):
         calls.clear()
         assert evaluate(*arguments, "--against", worse) == 130
@@ -307,7 +307,7 @@ def test_models_that_drop_different_prompts_are_not_compared(rows, tmp_path, cap
     drops = ("--data.overlong_prompts", "drop", "--data.max_prompt_length", "40", "--overwrite")
     assert evaluate(*arguments, *drops, "--against", worse) == 0
     assert [row["question"] for row in lines(tmp_path / "out.jsonl")] == [row["question"] for row in rows[:3]]
-    real = command.load_tokenizer
+    real = chosen_model.load_tokenizer
 
     def coarser(path, **settings):
         tokenizer = real(path, **settings)
@@ -315,7 +315,7 @@ def test_models_that_drop_different_prompts_are_not_compared(rows, tmp_path, cap
             tokenizer.chat_template = "{{ messages[0]['content'][:20] }}"
         return tokenizer
 
-    monkeypatch.setattr(command, "load_tokenizer", coarser)
+    monkeypatch.setattr(chosen_model, "load_tokenizer", coarser)
     assert evaluate(*arguments, *drops, "--against", worse) == 2
     assert "drops 1 prompts of one model and 0 of the other" in capsys.readouterr().err
 

@@ -10,18 +10,14 @@ from cohort.errors import RunFolderError
 from cohort.objective import PRESETS, Cause
 from cohort.policy import Policy, Precision
 from cohort.replay import coefficients_of
-from cohort.replay.command import from_sampler, settings_of
-from cohort.replay.compare import LEFT_OUT, Settings
+from cohort.replay.command import from_sampler
+from cohort.replay.compare import LEFT_OUT
 from cohort.replay.stored import Facts
 from tests.conftest import tiny_llama
 from tests.replay.steps import FACTS, made_up_step, stored_step
 
 TWO = {"token_ids": [[7], [8]], "reward": [1.0, 0.0]}
 """Two completions of one token each."""
-
-
-def replayed(stored, objective, **settings):
-    return coefficients_of(stored, objective, Settings(**{"minibatches": 1, "max_completion_length": 8, **settings}))
 
 
 def small_policy():
@@ -35,13 +31,13 @@ def small_policy():
 
 def test_two_completions_of_one_token(tmp_path):
     stored = made_up_step(tmp_path, TWO)
-    run = replayed(stored.filled(from_sampler(stored)), PRESETS["default"])
+    run = coefficients_of(stored.filled(from_sampler(stored)), PRESETS["default"])
     # Rewards 1 and 0: mean 1/2, deviation 1/sqrt(2); each of the 2 completions is a token long: 1/Z = 1/2.
     a = 0.5 / (math.sqrt(0.5) + 1e-6)
     assert run.advantages_N.tolist() == pytest.approx([a, -a], rel=1e-12)
     assert run.total_N.tolist() == pytest.approx([a / 2, -a / 2], rel=1e-6)  # float32
     other = PRESETS["dr_grpo"].replace(aggregation_length=10)
-    replay = replayed(stored.filled(from_sampler(stored)), other)
+    replay = coefficients_of(stored.filled(from_sampler(stored)), other)
     assert replay.total_N.tolist() == pytest.approx([0.5 / 20, -0.5 / 20], rel=1e-6)  # 1 / (B L)
 
 
@@ -57,9 +53,9 @@ def test_a_group_filter_leaves_groups_out(tmp_path):
     columns = {"token_ids": [[7], [8], [7], [8]], "reward": [1.0, 0.0, 1.0, 1.0], "group": [3, 3, 5, 5]}
     stored = made_up_step(tmp_path, columns)
     filled = stored.filled(from_sampler(stored))
-    dropped = replayed(filled, PRESETS["default"].replace(group_filter="drop_dead"))
+    dropped = coefficients_of(filled, PRESETS["default"].replace(group_filter="drop_dead"))
     assert dropped.cause_N.tolist() == [Cause.ACTIVE, Cause.ACTIVE, LEFT_OUT, LEFT_OUT]
-    kept = replayed(filled, PRESETS["default"])
+    kept = coefficients_of(filled, PRESETS["default"])
     assert kept.cause_N.tolist() == [Cause.ACTIVE, Cause.ACTIVE, Cause.NO_ADVANTAGE, Cause.NO_ADVANTAGE]
     torch.testing.assert_close(dropped.total_N, 2 * kept.total_N, rtol=1e-6, atol=0)  # B is 2, not 4
 
@@ -67,7 +63,7 @@ def test_a_group_filter_leaves_groups_out(tmp_path):
 def test_a_missing_reference_is_named(tmp_path):
     stored = made_up_step(tmp_path, TWO)
     with pytest.raises(RunFolderError, match=r"\(beta 0.1\), and step-1.parquet has none .* the run's beta was 0"):
-        replayed(stored.filled(from_sampler(stored)), PRESETS["default"].replace(beta=0.1))
+        coefficients_of(stored.filled(from_sampler(stored)), PRESETS["default"].replace(beta=0.1))
 
 
 def test_a_reference_that_dropped_groups_lack_is_named(tmp_path):
@@ -78,13 +74,13 @@ def test_a_reference_that_dropped_groups_lack_is_named(tmp_path):
         stored.filled(from_sampler(stored)), facts=Facts.of(FACTS | {"objective": {"kl": {"beta": 0.01}}})
     )
     objective = PRESETS["default"].replace(beta=0.01, group_filter="drop_dead")
-    assert bool(replayed(stored, objective).kl_N.isfinite().all())
+    assert bool(coefficients_of(stored, objective).kl_N.isfinite().all())
     with pytest.raises(
         RunFolderError, match="none for 2 of the 4 tokens that the updates would use: the run's updates did not need"
     ) as error:
-        replayed(stored, objective.replace(group_filter=None))
+        coefficients_of(stored, objective.replace(group_filter=None))
     assert "beta was 0" not in str(error.value)
-    assert bool(replayed(stored, objective.replace(group_filter=None, beta=0)).total_N.isfinite().all())
+    assert bool(coefficients_of(stored, objective.replace(group_filter=None, beta=0)).total_N.isfinite().all())
 
 
 @pytest.mark.parametrize("credit", ["given", "process"])
@@ -92,7 +88,7 @@ def test_missing_token_rewards_are_named(tmp_path, credit):
     stored = made_up_step(tmp_path, TWO)
     more = {"baseline": "none", "scale": "none"} if credit == "given" else {}
     with pytest.raises(RunFolderError, match="needs a reward for each token"):
-        replayed(stored.filled(from_sampler(stored)), PRESETS["default"].replace(credit=credit, **more))
+        coefficients_of(stored.filled(from_sampler(stored)), PRESETS["default"].replace(credit=credit, **more))
 
 
 # Bit for bit ----------------------------------------------------------------------------------------------------------
@@ -130,7 +126,7 @@ def test_every_preset_gives_the_stored_coefficients_again(tmp_path, name, budget
 
 def assert_same(stored, objective):
     """The replay of a step under its own objective is what is stored."""
-    found = coefficients_of(stored, objective, settings_of(stored, objective))
+    found = coefficients_of(stored, objective)
     assert bool(found.policy_N.any())
     assert torch.equal(found.policy_N.double(), stored.policy_N.nan_to_num(nan=0.0))
     if stored.kl_N is not None:

@@ -9,7 +9,7 @@ from cohort.errors import NonFiniteError
 from cohort.objective import PRESETS
 from cohort.replay import compare
 from cohort.replay.command import from_sampler, sentence
-from cohort.replay.compare import Settings, coefficients_of
+from cohort.replay.compare import coefficients_of
 from tests.replay.steps import made_up_step
 
 DEFAULT = PRESETS["default"].replace(scale="none")
@@ -20,8 +20,7 @@ def pair_of(folder, other, run=DEFAULT, **columns):
     other tokens is unknown, so E = (1 - p)^2 + 0."""
     stored = made_up_step(folder, {"token_ids": [[7], [8]], "reward": [1.0, 0.5], **columns})
     stored = stored.filled(from_sampler(stored))
-    settings = Settings(minibatches=1, max_completion_length=8)
-    return compare.Pair(stored, *(coefficients_of(stored, one, settings) for one in (run, other)))
+    return compare.Pair(stored, *(coefficients_of(stored, one) for one in (run, other)))
 
 
 def test_another_baseline_turns_a_sign(tmp_path):

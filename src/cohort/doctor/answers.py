@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -102,7 +102,7 @@ def _shown(reward: float) -> str:
 
 
 def try_answers(
-    runner: RewardRunner, prompts: Sequence[Prompt], reads: Mapping[str, Sequence[str]], encode: Callable[[str], Any]
+    runner: RewardRunner, prompts: Sequence[Prompt], reads: Mapping[str, Sequence[str]], tokenizer: Any
 ) -> tuple[list[Told], dict[str, str]]:
     """Score right and wrong answers with each function.
 
@@ -110,7 +110,7 @@ def try_answers(
         runner: the reward functions.
         prompts: prompts whose rows may have answers.
         reads: the columns that each function names.
-        encode: token ids of a text.
+        tokenizer: the model's.
 
     Returns:
         Outcomes, and the functions that were not tried with the reason.
@@ -118,9 +118,9 @@ def try_answers(
     told, untried = [], {}
     for function in runner.functions:
         columns = _answer_columns(prompts, function, reads[function.name])
-        found = [one for column in columns if (one := _try_column(runner, function, prompts, column, encode))]
+        found = [one for column in columns for one in _try_column(runner, function, prompts, column, tokenizer)]
         if found:
-            best = max(found, key=lambda one: max(one.told, one.below) / one.rows)
+            best = max(found, key=lambda one: max(one.told, one.below) / one.rows)  # the first of the best
             # Of an object, the function may compare one value, so that its JSON text is no answer.
             is_object = any(isinstance(prompt.columns.get(best.column), Mapping) for prompt in prompts)
             named = best.column in reads[function.name] and best.column in ANSWER_COLUMNS and not is_object
@@ -158,29 +158,26 @@ def _answer_columns(prompts: Sequence[Prompt], function: Function, read: Sequenc
 
 
 def _try_column(
-    runner: RewardRunner, function: Function, prompts: Sequence[Prompt], column: str, encode: Callable[[str], Any]
-) -> Told | None:
-    """The form in which the function tells most of the answers of a column apart. Stops at the first that suffices."""
+    runner: RewardRunner, function: Function, prompts: Sequence[Prompt], column: str, tokenizer: Any
+) -> Iterator[Told]:
+    """How the function tells the answers of a column apart, form by form. Ends with the first form that suffices."""
     chosen: dict[str, tuple[str, Prompt]] = {}
     for prompt in prompts:
         if (text := answer_text(prompt.columns.get(column))) is not None and len(chosen) < ROWS:
-            chosen.setdefault(_final(text), (text, prompt))
-    best: Told | None = None
+            chosen.setdefault(text.rpartition("####")[2].strip(), (text, prompt))
     for form, write in FORMS.items() if chosen else ():
         right = [write(text, final) for final, (text, _) in chosen.items()]
         wrong = [*right[1:], right[0]] if len(right) > 1 else [REFUSAL]
         some = [prompt for _, prompt in chosen.values()]
-        scores = _score(runner, function, some, [*zip(right, wrong, strict=True)], encode)
+        scores = _score(runner, function, some, [*zip(right, wrong, strict=True)], tokenizer)
         if scores is None:
             continue
         told = sum(good > max(bad, refused) for good, bad, refused in scores)
         below = sum(good < min(bad, refused) for good, bad, refused in scores)
         means = _mean([row[0] for row in scores]), _mean([reward for row in scores for reward in row[1:]])
-        if best is None or max(told, below) > max(best.told, best.below):
-            best = Told(function.name, column, form, len(scores), told, below, *means, False)
+        yield Told(function.name, column, form, len(scores), told, below, *means, False)
         if told * 2 >= len(scores):
-            break
-    return best
+            return
 
 
 def _score(
@@ -188,16 +185,19 @@ def _score(
     function: Function,
     prompts: Sequence[Prompt],
     texts: Sequence[tuple[str, str]],
-    encode: Callable[[str], Any],
+    tokenizer: Any,
 ) -> list[tuple[float, float, float]] | None:
     """Rewards of the right answer, the wrong one and a refusal, for each prompt, with the sign of the function's
     weight; None if the function failed on all. An unscored completion is NaN, which is not more than anything."""
+
+    def completion(text: str) -> Completion:
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"] or [0]
+        return Completion.of_tokens(token_ids, [0.0] * len(token_ids), FinishReason.EOS, text)
+
     alone = copy(runner)
     alone.functions = (function,)
-    groups = [
-        Group(prompt, tuple(_completion(text, encode) for text in (*pair, REFUSAL)))
-        for prompt, pair in zip(prompts, texts, strict=True)
-    ]
+    pairs = zip(prompts, texts, strict=True)
+    groups = [Group(prompt, tuple(map(completion, (*pair, REFUSAL)))) for prompt, pair in pairs]
     try:
         unsigned = alone.score(groups).by_function_SK[:, 0].tolist()
     except RewardError:
@@ -205,15 +205,6 @@ def _score(
     sign = -1.0 if function.weight < 0 else 1.0
     rewards = [sign * reward + 0.0 for reward in unsigned]  # no -0.0
     return [(rewards[at], rewards[at + 1], rewards[at + 2]) for at in range(0, len(rewards), 3)]
-
-
-def _completion(text: str, encode: Callable[[str], Any]) -> Completion:
-    token_ids = encode(text) or [0]
-    return Completion.of_tokens(token_ids, [0.0] * len(token_ids), FinishReason.EOS, text)
-
-
-def _final(text: str) -> str:
-    return text.rpartition("####")[2].strip()
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -100,16 +99,9 @@ def size(count: float) -> str:
     """
     for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if count >= 1024**power:
-            return f"{_two_digits(count / 1024**power)} {name}"
+            number = count / 1024**power
+            return f"{number:,.0f} {name}" if number >= 10 else f"{f'{number:.1f}'.removesuffix('.0')} {name}"
     return f"{count:.0f} bytes"
-
-
-def _two_digits(number: float) -> str:
-    if number <= 0:
-        return "0"
-    places = max(0, 1 - math.floor(math.log10(number)))
-    text = f"{number:,.{places}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _wrapped(text: str, mark: str = "") -> list[str]:

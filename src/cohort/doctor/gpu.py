@@ -21,9 +21,9 @@ from torch.utils.benchmark import Timer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cohort.config import OptimConfig, VLLMConfig
+from cohort.doctor.checks import EXPECTED, check_sampler
 from cohort.doctor.examine import check_names
 from cohort.doctor.finding import Finding, Numbers, Status, size, skipped
-from cohort.doctor.signal import EXPECTED, check_sampler
 from cohort.errors import ConfigError
 from cohort.objective import PRESETS
 from cohort.policy import Policy, Precision

@@ -1,17 +1,31 @@
-"""A rollout of the run's first prompts and one update on it, measured. The same functions as in the loop, and draws
-with the same keys: with no more than 16 prompts per step, the first groups are those of the run's first step."""
+"""A rollout of the run's first prompts and one update on it, measured and checked. The same functions as in the loop,
+and draws with the same keys: with no more than 16 prompts per step, the first groups are those of the run's first step.
+"""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+from math import ceil
+from operator import add
 
 import torch
 from torch import Tensor
 
-from cohort.config import GRPOConfig
 from cohort.data import DataCursor
-from cohort.doctor.known import Run
+from cohort.doctor.checks import (
+    Run,
+    check_cut,
+    check_distinct,
+    check_reference,
+    check_rewards,
+    check_sampler,
+    check_signal,
+    check_time,
+)
+from cohort.doctor.finding import Finding, Status
+from cohort.presets.parts import DynamicSampling
 from cohort.rollout import RNGKey, Sampling, Watch
 from cohort.train import (
     Adaptive,
@@ -31,8 +45,8 @@ from cohort.train.loop import with_advantages_and_logps
 from cohort.train.metrics import policy_movement
 from cohort.train.ranks import update_engine
 from cohort.train.source import trainer_state
-from cohort.train.sweep import CHECKED_COMPLETIONS, sampler_gap
-from cohort.types import TokenBatch
+from cohort.train.sweep import CACHED, CHECKED_COMPLETIONS, SERVED, most_gap, sampler_gap
+from cohort.types import FinishReason, TokenBatch
 
 PROMPTS = 16
 """Prompts of the trial."""
@@ -41,59 +55,83 @@ QUICK = 10.0
 """Seconds below which an update is made twice, and the second one timed: the first allocates and compiles."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What the trial has found."""
+def try_run(run: Run) -> dict[str, list[Finding]]:
+    """Sample and score some prompts, make one update, and check both and what they cost. The policy is changed: do not
+    train with it afterwards.
 
-    rollout: Rollout
-    """All groups."""
-    seconds: dict[str, float]
-    """Of each phase of a step of the run."""
-    sampler_gap: float
-    """Mean |difference of log-probs| of sampler and trainer."""
-    reference_gap: float | None
-    """Largest |difference of log-probs| of policy and reference; None without a reference."""
-    problem: str
-    """Why the update could not be made; empty if it was."""
-
-
-def count_of(config: GRPOConfig, available: int) -> int:
-    """Number of prompts: whole steps of the run, if a step has no more than ``PROMPTS``.
-
-    Args:
-        config: the settings.
-        available: prompts of the data.
-    """
-    per_step = config.rollout.prompts_per_step
-    return min(available, PROMPTS // per_step * per_step if per_step <= PROMPTS else PROMPTS)
-
-
-def try_run(run: Run) -> Trial:
-    """Sample and score some prompts, and make one update. The policy is changed: do not train with it afterwards.
+    Returns:
+        What the checks found, by name; "update" if it could not be made.
 
     Raises:
         CohortError: sampling or scoring failed, as it would in the run.
     """
-    parts, config = run.parts, run.config
-    count = count_of(config, len(parts.prompts.prompts))
-    per_call = min(config.rollout.prompts_per_step, count)
-    clock = PhaseClock()
+    parts, config, clock = run.parts, run.config, PhaseClock()
+    per_step, available = config.rollout.prompts_per_step, len(run.prompts)
+    count = min(available, PROMPTS // per_step * per_step if per_step <= PROMPTS else PROMPTS)  # whole steps
+    per_call = min(per_step, count)
     update_engine(parts.engine, parts.policy, parts.layout)
     _warm_up(run)
     rollouts = [_sample(run, start, min(per_call, count - start), clock) for start in range(0, count, per_call)]
-    whole = rollouts[0]
-    for other in rollouts[1:]:
-        whole += other
+    whole = reduce(add, rollouts)
     whole.check_drawn()
-    scale = config.rollout.prompts_per_step / count
-    seconds = {phase: found * scale for phase, found in clock.seconds.items()}
+    seconds = {phase: found * per_step / count for phase, found in clock.seconds.items()}
 
     context = replace(parts, objective=Adaptive.of(parts.objective).applied_to(parts.objective))
     batch = lay_out(rollouts[0].used_groups, parts.policy.device, context.repetition_penalty)
-    gap = sampler_gap(context, batch)
-    reference_gap = _reference_gap(context, batch)
+    precision = str(parts.policy.precision.compute).removeprefix("torch.")
+    shared = parts.engine.capabilities.shared_weights
+    most, advice = most_gap(parts.policy, shared_weights=shared), CACHED if shared else SERVED
+    found = {
+        "sampler": check_sampler(sampler_gap(context, batch), most, precision, advice),
+        "reference": check_reference(_reference_gap(context, batch), precision),
+    }
     of_update, problem = _time_update(run, context, batch, rollouts[0])
-    return Trial(whole, seconds | of_update, gap, reference_gap, problem)
+    found |= _of_rollout(run, whole, seconds | of_update)
+    if problem:
+        advice = "look at the model: are its weights or logits finite?"
+        found["update"] = [Finding("update", Status.FAIL, problem, advice)]
+    return found
+
+
+def _of_rollout(run: Run, rollout: Rollout, seconds: Mapping[str, float]) -> dict[str, list[Finding]]:
+    """The checks of all groups, and of the seconds that the phases of a step take."""
+    config, objective, scores = run.config, run.parts.objective, rollout.sampled_scores
+    size, rewards = config.rollout.num_generations, scores.rewards_S.tolist()
+    by_function = dict(zip(scores.names, scores.by_function_SK.T.tolist(), strict=True))
+    weights = dict(zip(scores.names, scores.weights or (1.0,) * len(scores.names), strict=True))
+    rule = objective.group_filter
+    rounds = rule.max_rounds if isinstance(rule, DynamicSampling) else 1
+    signal = check_signal(
+        [rewards[start : start + size] for start in range(0, len(rewards), size)],
+        sum(weight for weight in weights.values() if weight > 0),
+        group_relative=objective.group_relative,
+        rounds=rounds,
+        by_function={name: rewards for name, rewards in by_function.items() if weights[name]},
+    )
+    ends = [one.finish_reason for one in rollout.completions if one.finish_reason.usable]
+    cut = check_cut(
+        ends.count(FinishReason.LENGTH),
+        len(ends),
+        config.rollout.max_completion_length,
+        masked=objective.truncated == "mask",
+        no_signal=any(one.status is Status.FAIL for one in signal),
+    )
+    live = 1 - (signal[0].numbers.get("dead_share") or 0.0)
+    expected = min(rounds, 1 / live) if live > 0 else rounds  # rounds until all groups have different rewards
+    sampling, steps, every = ("generate", "reward"), run.schedule.steps, config.eval.eval_steps
+    each = sum(seconds[name] for name in sampling) / (config.rollout.prompts_per_step * size)
+    sets = run.parts.evaluator.sets.values() if run.parts.evaluator else ()
+    costs = check_time(
+        {**seconds, **{name: seconds[name] * expected for name in sampling}},
+        len(rollout.sampled),
+        steps=steps,
+        evaluation=each * sum(map(len, sets)) * config.eval.num_generations_eval,
+        evaluations=(ceil(steps / every) if every else 1) + config.eval.eval_on_start if sets else 0,
+        lag=config.rollout.lag,
+    )
+    distinct = [len({one.token_ids.tobytes() for one in group.completions}) for group in rollout.sampled]
+    rest = {"duplicates": check_distinct(distinct, size), "cut": cut, "time": costs}
+    return {"signal": signal, "rewards": check_rewards(by_function, weights), **rest}
 
 
 def _warm_up(run: Run) -> None:
@@ -144,15 +182,14 @@ def _time_update(run: Run, context: StepContext, batch: TokenBatch, rollout: Rol
     minibatches = split_minibatches(batch, max(1, round(context.objective.minibatches / scale)))
 
     for parts in (minibatches[:1], minibatches):
-        start, results = time.perf_counter(), list[UpdateResult]()
-        for minibatch in parts:
-            outcome = context.within_memory(update, batch, minibatch)
-            if isinstance(outcome, NonFinite):
-                return {}, outcome.message
-            results.append(outcome)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        seconds = (time.perf_counter() - start) * len(minibatches) / len(parts)
+        clock.seconds["update"], results = 0.0, list[UpdateResult]()
+        with clock("update"):
+            for minibatch in parts:
+                outcome = context.within_memory(update, batch, minibatch)
+                if isinstance(outcome, NonFinite):
+                    return {}, outcome.message
+                results.append(outcome)
+        seconds = clock.seconds["update"] * len(minibatches) / len(parts)
         if seconds >= QUICK:
             break
     with clock("measure"):

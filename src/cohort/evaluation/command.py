@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,7 +19,6 @@ from rich.table import Table
 
 from cohort.config import (
     GRPOConfig,
-    LoraConfig,
     ModelConfig,
     Source,
     apply_overrides,
@@ -31,8 +27,8 @@ from cohort.config import (
     setting_names,
 )
 from cohort.config.schema import marks_of
-from cohort.data import Data, load_sets
-from cohort.data.render import time_now, use_template
+from cohort.data import load_sets
+from cohort.data.render import time_now
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
 from cohort.errors import ConfigError, DataError, NonFiniteError
@@ -45,18 +41,10 @@ from cohort.evaluation.evaluate import (
     eval_sampling,
     prefix,
 )
+from cohort.evaluation.model import ChosenModel
 from cohort.flags import EvalFlags
-from cohort.policy import (
-    context_length,
-    end_token_ids,
-    known_tokens,
-    load_policy,
-    load_tokenizer,
-    read_config,
-    resolve_device,
-)
-from cohort.rewards import RewardRunner
-from cohort.rollout import LocalEngine, Sampler, local_engine
+from cohort.policy import context_length, known_tokens, resolve_device
+from cohort.policy.device import release_memory
 from cohort.runs.chosen import check_not_in_run, check_nothing_missing, model_of, run_of, why_unnamed
 from cohort.runs.durable import as_json, write_atomically
 from cohort.runs.trust import settings_of_run
@@ -428,10 +416,16 @@ def evaluate(request: Request) -> int:
     names = [request.model] if request.against is None else [request.model, request.against]
     chosen = [model_of(request.model, request.checkpoint), *map(model_of, names[1:])]
     now = time_now()  # one for both, where the settings have none
-    subjects = [
-        _subject(name, *model, request.settings_for(name, settings), now, rewards, data, acting)
-        for name, model in zip(names, chosen, strict=True)
-    ]
+    subjects = []
+    for name, (path, note) in zip(names, chosen, strict=True):
+        own = request.settings_for(name, settings)
+        model = ChosenModel.of(path, note, own.model, own.data, acting, now)
+        context, tokens = context_length(model.config), known_tokens(path, model.config)
+        fits = not _sets_length(settings)
+        evaluator = Evaluator.of(
+            own, data, rewards, model.tokenizer, context, acting, tokens, fits=fits, flag="--max-tokens"
+        )
+        subjects.append(Subject(name, model, evaluator))
     _check_same_prompts(subjects)
     subjects, settings = _with_one_length(subjects, settings)
     try:
@@ -442,52 +436,19 @@ def evaluate(request: Request) -> int:
             acting.close()
     comparisons = compared(found[0], found[1], settings) if len(found) > 1 else {}
     if request.json:
-        write_summary(request.json, [subject.path for subject in subjects], found, comparisons, settings)
+        write_summary(request.json, [path for path, _ in chosen], found, comparisons, settings)
     show(Console(width=None if Console().is_terminal else 120), found, comparisons, settings)
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model without its weights."""
+    """What is evaluated."""
 
     name: str
     """The name in the request."""
-    path: str
-    note: str
-    """Which model of a run was chosen; empty if there was no choice."""
-    tokenizer: Any
-    config: Any
-    """Configuration of the model."""
+    model: ChosenModel
     evaluator: Evaluator
-    sampler: Callable[[LocalEngine], Sampler] | None
-    """What samples episodes with an engine. None: the engine samples."""
-
-
-def _subject(
-    name: str,
-    path: str,
-    note: str,
-    settings: GRPOConfig,
-    now: str,
-    rewards: RewardRunner,
-    data: Mapping[str, Data],
-    acting: Acting | None,
-) -> Subject:
-    tokenizer = load_tokenizer(path, trust_remote_code=settings.model.trust_remote_code)
-    use_template(tokenizer, settings.data.chat_template, settings.data.template_time, now)
-    config = read_config(path, trust_remote_code=settings.model.trust_remote_code, whole=True)
-    sampler = None
-    if acting:
-        ends = end_token_ids(path, tokenizer, trust_remote_code=settings.model.trust_remote_code)
-        variables = settings.data.chat_template_kwargs
-        sampler = partial(acting.sampler, turn_format=acting.turn_format(tokenizer, ends, variables))
-    context, fits = context_length(config), not _sets_length(settings)
-    tokens = known_tokens(path, config)
-    evaluator = Evaluator.of(
-        settings, data, rewards, tokenizer, context, acting, tokens, fits=fits, flag="--max-tokens"
-    )
-    return Subject(name, path, note, tokenizer, config.get_text_config(), evaluator, sampler)
 
 
 def _sets_length(settings: GRPOConfig) -> bool:
@@ -501,10 +462,10 @@ def _with_one_length(subjects: Sequence[Subject], settings: GRPOConfig) -> tuple
     if _sets_length(settings):
         return list(subjects), settings
     length = min(subject.evaluator.sampling.max_completion_length for subject in subjects)
-    found = []
-    for subject in subjects:
-        sampling = replace(subject.evaluator.sampling, max_completion_length=length)
-        found.append(replace(subject, evaluator=replace(subject.evaluator, sampling=sampling)))
+    evaluators = [subject.evaluator for subject in subjects]
+    samplings = [replace(one.sampling, max_completion_length=length) for one in evaluators]
+    evaluators = [replace(one, sampling=sampling) for one, sampling in zip(evaluators, samplings, strict=True)]
+    found = [replace(subject, evaluator=one) for subject, one in zip(subjects, evaluators, strict=True)]
     eval_settings = settings.eval.model_copy(update={"max_completion_length_eval": length})
     return found, settings.model_copy(update={"eval": eval_settings})
 
@@ -528,10 +489,8 @@ def _evaluations(request: Request, settings: GRPOConfig, subjects: Sequence[Subj
     written: list[str] = []
     try:
         for subject in subjects:
-            found.append(_evaluation(subject, request.settings_for(subject.name, settings), quiet=request.quiet))
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            found.append(_evaluation(subject, settings, quiet=request.quiet))
+            release_memory()
             for file, write in ((request.output, write_rows), (request.pass_rates, write_pass_rates)):
                 if file and len(found) == 1:
                     write(file, subject.evaluator, found[0])
@@ -543,17 +502,14 @@ def _evaluations(request: Request, settings: GRPOConfig, subjects: Sequence[Subj
 
 def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mapping[str, Evaluation]:
     """Load a model and evaluate it."""
-    plain = {"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
-    policy = load_policy(subject.path, settings.model.model_copy(update=plain), subject.config)
-    engine = local_engine(policy, subject.tokenizer, settings.rollout)
-    count = settings.eval.num_generations_eval
-    prompts = sum(map(len, subject.evaluator.sets.values()))
+    model, evaluator, count = subject.model, subject.evaluator, settings.eval.num_generations_eval
+    engine, prompts = model.engine(settings.rollout), sum(map(len, evaluator.sets.values()))
     if not quiet:
         print(
-            f"evaluating {subject.name}" + (f": {subject.note}" if subject.note else ""),
+            f"evaluating {subject.name}" + (f": {model.note}" if model.note else ""),
             engine.describe_model(),
-            f"sampling: {subject.evaluator.describe_sampling()}",
-            subject.evaluator.describe_success(),
+            f"sampling: {evaluator.describe_sampling()}",
+            evaluator.describe_success(),
             f"{prompts:,} prompts x {count} = {prompts * count:,} completions, seed {settings.run.seed}",
             sep="\n",
             file=sys.stderr,
@@ -563,8 +519,7 @@ def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mappi
     hidden = quiet or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=prompts * count)
-        sampler = subject.sampler(engine) if subject.sampler else engine
-        found = subject.evaluator.evaluate(sampler, on_completion=lambda: bar.advance(task))
+        found = evaluator.evaluate(model.sampler(engine), on_completion=lambda: bar.advance(task))
     if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
         raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cohort.config import DataConfig, GRPOConfig, LoraConfig, ModelConfig, load_config, with_values
+from cohort.config import DataConfig, GRPOConfig, load_config, with_values
 from cohort.config.schema import marks_of
 from cohort.data import PromptSet, Row, columns_of, file_format, filled, load_rows, read_lines
 from cohort.environments import Acting
@@ -93,12 +93,6 @@ class Request(GenerateFlags):
             given.setdefault("eval.max_completion_length_eval", longest)
         settings = with_values(own, given)
         return settings_of_run(self.run, settings, self.trust, given=given, unused=UNUSED) if self.run else settings
-
-    @property
-    def loading(self) -> ModelConfig:
-        """How the model is loaded: without the adapters and the quantization of a training."""
-        plain = {"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
-        return self.settings.model.model_copy(update=plain)
 
     @property
     def origin(self) -> str:

@@ -21,10 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cohort.data import Row, unknown_tokens
-from cohort.data.render import use_template
-from cohort.environments.episode import TurnFormat
 from cohort.errors import NonFiniteError
 from cohort.evaluation.evaluate import eval_sampling
+from cohort.evaluation.model import ChosenModel
 from cohort.generate.request import (
     Request,
     flags_in_errors,
@@ -35,8 +34,8 @@ from cohort.generate.request import (
     with_prefix,
     within_context,
 )
-from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config, resolve_device
-from cohort.rollout import LocalEngine, Purpose, RNGKey, Sampler, TokenEvent, Watch, local_engine
+from cohort.policy import resolve_device
+from cohort.rollout import LocalEngine, Purpose, RNGKey, TokenEvent, Watch
 from cohort.rollout.checks import describe_end_tokens
 from cohort.rollout.trajectory import REPLACEMENT, decode
 from cohort.runs.chosen import model_of
@@ -296,30 +295,17 @@ class Job:
         sampling = eval_sampling(request.settings)
         self.acting = request.acting()
         self.rows = read_rows(request)
-        self.loading, data = request.loading, request.settings.data
-        resolve_device(self.loading.device)
-        self.model, self.note = model_of(request.model, request.checkpoint)
-        remote = self.loading.trust_remote_code
-        self.tokenizer = load_tokenizer(self.model, trust_remote_code=remote)
-        use_template(self.tokenizer, data.chat_template, data.template_time)
-        self.turn_format: TurnFormat | None = None
-        if self.acting:
-            ends = end_token_ids(self.model, self.tokenizer, trust_remote_code=remote)
-            self.turn_format = self.acting.turn_format(self.tokenizer, ends, data.chat_template_kwargs)
+        resolve_device(request.settings.model.device)
+        chosen = model_of(request.model, request.checkpoint)
+        self.model = ChosenModel.of(*chosen, request.settings.model, request.settings.data, self.acting)
+        self.tokenizer, config = self.model.tokenizer, self.model.config.get_text_config()
         self.prompts = render(request, self.rows, self.tokenizer, self.acting)
-        self.config = read_config(self.model, trust_remote_code=remote)
-        sampling = with_prefix(request, sampling, self.tokenizer, self.config)
-        self.samplings = within_context(request, self.prompts, sampling, self.config)
-
-    @property
-    def total(self) -> int:
+        sampling = with_prefix(request, sampling, self.tokenizer, config)
+        self.samplings = within_context(request, self.prompts, sampling, config)
+        self.total = len(self.prompts) * request.count
         """Number of completions."""
-        return len(self.prompts) * self.request.count
-
-    @property
-    def streams(self) -> bool:
+        self.streams = request.output is None and self.total == 1 and self.acting is None
         """Whether the text is printed token by token: a single completion that is not written to a file."""
-        return self.request.output is None and self.total == 1 and self.acting is None
 
     def run(self) -> int:
         """Load the model, sample and show; return the exit code.
@@ -336,9 +322,9 @@ class Job:
                 f"warning: {unknown} of {tokens} tokens of the prompts are the unknown token: the model's tokenizer "
                 "has no other for this text, and the model cannot read it"
             )
-        engine = self._engine()
+        engine = self.model.engine(self.request.settings.rollout)
         if self.request.run:
-            self._log(f"{self.note or self.model}, with the settings of the run {self.request.run}")
+            self._log(f"{self.model.note or self.model.path}, with the settings of the run {self.request.run}")
         if note := note_on_template(self.request):
             self._log(note)
         self._log(self.describe(engine))
@@ -364,11 +350,6 @@ class Job:
             )
         return 0
 
-    def _engine(self) -> LocalEngine:
-        """The sampling engine, with the model loaded as for training."""
-        policy = load_policy(self.model, self.loading, self.config)
-        return local_engine(policy, self.tokenizer, self.request.settings.rollout)
-
     def _sample(self, engine: LocalEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
         count, key = self.request.count, RNGKey(self.request.settings.run.seed, 0, Purpose.EVAL)
         stream = TextStream(self.tokenizer) if self.streams else None
@@ -386,9 +367,7 @@ class Job:
             meter.count()
             results.add(first + index, sample, completion)
 
-        sampler: Sampler = engine
-        if self.acting and self.turn_format:
-            sampler = self.acting.sampler(engine, self.turn_format)
+        sampler = self.model.sampler(engine)
         size = max(1, BATCHES_PER_CALL * self.request.settings.rollout.max_batch_size // count)
         for first in range(0, len(self.prompts), size):
             prompts, samplings = self.prompts[first : first + size], self.samplings[first : first + size]

@@ -7,12 +7,11 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +22,7 @@ from cohort.objective import Objective, soft_overlong_punishment, try_user_funct
 from cohort.policy import load_tokenizer
 from cohort.presets import changes_between, preset
 from cohort.replay import compare, weights
-from cohort.replay.compare import Pair, Settings, coefficients_of, laid_out
+from cohort.replay.compare import Pair, coefficients_of
 from cohort.replay.stored import Known, Stored, read_step
 from cohort.replay.weights import Before
 from cohort.report.words import cause_words, fine_share, one_line
@@ -40,6 +39,8 @@ TEXT = 36
 """Characters of a text that are printed: its end."""
 ROWS = 8
 """Rows of a table that are printed; the file has more."""
+LINE_BREAK = "\\n"
+"""How a line break in a text is printed."""
 
 
 def sentence(result: Mapping[str, Any]) -> str:
@@ -72,6 +73,57 @@ def cosine(value: float | None) -> str:
     return f"{value:.4f}" if 0.995 <= value < 0.99995 else f"{value:.2f}"
 
 
+def _number(key: str, form: str = ".3g") -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: "-" if row[key] is None else format(row[key], form)
+
+
+def _share_of(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: fine_share(row[key])
+
+
+def _end_of(key: str) -> Callable[[Mapping[str, Any]], str]:
+    """The end of a text, on one line."""
+    return lambda row: one_line(row[key] or "", LINE_BREAK)[-TEXT:]
+
+
+Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]
+GRADIENTS: Columns = {
+    "space": lambda row: row["space"],
+    "": lambda row: row["name"],
+    "run's norm": _number("norm_run"),
+    "replay's": _number("norm_replay"),
+    "factor": _number("ratio"),
+    "cosine": lambda row: cosine(row["cosine"]),
+}
+CAUSES: Columns = {
+    "run": lambda row: cause_words(row["run"]),
+    "replay": lambda row: cause_words(row["replay"]),
+    "tokens": _number("tokens", ","),
+    "share of run's": _share_of("share_run"),
+    "of replay's": _share_of("share_replay"),
+}
+STRONGEST: Columns = {
+    "row": _number("row", ""),
+    "place": _number("position", ""),
+    "after": _end_of("before"),
+    "token": lambda row: f"#{row['token_id']}" if row["text"] is None else one_line(row["text"], LINE_BREAK),
+    "change": lambda row: row["change"],
+    "run's c": _number("coefficient_run", ".2e"),
+    "replay's c": _number("coefficient_replay", ".2e"),
+}
+COMPLETIONS: Columns = {
+    "row": _number("row", ""),
+    "group": _number("group", ""),
+    "reward": _number("reward"),
+    "tokens": _number("tokens", ","),
+    "share of run's": _share_of("share_run"),
+    "of replay's": _share_of("share_replay"),
+    "text": _end_of("text"),
+}
+LEFT = ("", "run", "replay", "token", "after", "text", "change", "space")
+"""Columns of text."""
+
+
 def show(result: Mapping[str, Any], console: Console) -> None:
     """Print a replay: the sentence first, then what stands behind it."""
     console.print(Text(result["sentence"] + "."), style="bold")
@@ -79,82 +131,34 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         console.print(Text(f"changed: {'; '.join(changes)}"))
     for note in result["notes"]:
         console.print(Text(f"note: {note}"))
-    console.print(_gradients(result))
-    if len(result["causes"]) > 1 or not result["identical"]:
-        console.print(_causes(result["causes"]))
-    if not result["identical"] and result["strongest"]:
-        console.print(_strongest(result["strongest"], result["tokens"]["factor"]))
-    if result["completions"]:
-        console.print(_completions(result["completions"]))
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
-    for column in columns:
-        left = column in ("", "run", "replay", "token", "after", "text", "change", "space")
-        table.add_column(column, justify="left" if left else "right", overflow="ellipsis", no_wrap=True)
-    return table
-
-
-def _gradients(result: Mapping[str, Any]) -> Table:
-    table = _table("\ngradient", "space", "", "run's norm", "replay's", "factor", "cosine")
+    gradients = []
     for space in ("parameters", "logits"):
-        if (found := result[space]) is None:
-            continue
-        for name, one in (("whole", found), *found["terms"].items()):
-            norms = f"{one['norm_run']:.3g}", f"{one['norm_replay']:.3g}"
-            factor = "-" if one["ratio"] is None else f"{one['ratio']:.3g}"
-            table.add_row(space if name == "whole" else "", name, *norms, factor, cosine(one["cosine"]))
-    return table
+        if found := result[space]:
+            gradients.append({"space": space, "name": "whole", **found})
+            gradients += [{"space": "", "name": name, **one} for name, one in found["terms"].items()]
+    console.print(_table("gradient", GRADIENTS, gradients))
+    if len(result["causes"]) > 1 or not result["identical"]:
+        console.print(_table("tokens by what they have in place of a gradient", CAUSES, result["causes"]))
+    if not result["identical"] and result["strongest"]:
+        factor = f"once the replay's c is divided by the common factor {result['tokens']['factor']:.3g}"
+        console.print(_table(f"tokens that change most, {factor}", STRONGEST, result["strongest"]))
+    if result["completions"]:
+        console.print(_table("completions that drive the gradient", COMPLETIONS, result["completions"]))
 
 
-def _causes(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(
-        "\ntokens by what they have in place of a gradient", "run", "replay", "tokens", "share of run's", "of replay's"
-    )
+def _table(title: str, columns: Columns, rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=f"\n{title}", title_justify="left", title_style="", box=None, pad_edge=False)
+    for column in columns:
+        justify: JustifyMethod = "left" if column in LEFT else "right"
+        table.add_column(column, justify=justify, overflow="ellipsis", no_wrap=True)
     for row in rows[:ROWS]:
-        names = cause_words(row["run"]), cause_words(row["replay"])
-        table.add_row(*names, f"{row['tokens']:,}", fine_share(row["share_run"]), fine_share(row["share_replay"]))
+        table.add_row(*(Text(cell(row)) for cell in columns.values()))
     return table
-
-
-def _strongest(rows: Sequence[Mapping[str, Any]], factor: float) -> Table:
-    title = f"\ntokens that change most, once the replay's c is divided by the common factor {factor:.3g}"
-    table = _table(title, "row", "place", "after", "token", "change", "run's c", "replay's c")
-    for row in rows[:ROWS]:
-        text = f"#{row['token_id']}" if row["text"] is None else _shown(row["text"])
-        numbers = f"{row['coefficient_run']:.2e}", f"{row['coefficient_replay']:.2e}"
-        place = f"{row['row']}", f"{row['position']}"
-        table.add_row(*place, Text(_shown(row["before"] or "")[-TEXT:]), Text(text), row["change"], *numbers)
-    return table
-
-
-def _completions(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(
-        "\ncompletions that drive the gradient",
-        "row",
-        "group",
-        "reward",
-        "tokens",
-        "share of run's",
-        "of replay's",
-        "text",
-    )
-    for row in rows[:ROWS]:
-        reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
-        shares = fine_share(row["share_run"]), fine_share(row["share_replay"])
-        table.add_row(
-            f"{row['row']}", f"{row['group']}", reward, f"{row['tokens']:,}", *shares, Text(_shown(row["text"])[-TEXT:])
-        )
-    return table
-
-
-def _shown(text: str) -> str:
-    return one_line(text, "\\n")
 
 
 VERSION = 1
 """Of the result; see docs/replay.md."""
+IN_LOGITS = "the gradient is compared in the space of the logits: {}"
 LARGE_GAP = 0.01
 """A difference of log-probs, in nats, that other passes over the same weights do not explain in float32."""
 
@@ -206,11 +210,77 @@ def replay(folder: Path, request: Request) -> dict[str, Any]:
         ConfigError: the objective is unknown, or its parts do not fit together.
     """
     config = _settings_of(folder, request)
-    step = request.step if request.step is not None else _last_step(folder)
-    stored = read_step(folder, step, config)
-    own = of_step(config.resolved_objective, stored)
+    stored = read_step(folder, request.step if request.step is not None else _last_step(folder), config)
+    own = config.resolved_objective
+    own = own if own.kl.target is None else own.replace(beta=stored.facts.beta)  # the step's, which follows the target
     other = _asked_for(request, own, config)
-    return _Replay(folder, config, stored, own, other, settings_of(stored, own), request).result()
+    notes = _notes_of_store(stored, config)
+    before, known, parameters = None, from_sampler(stored), None
+    try:
+        if not request.no_model:
+            before = _before(folder, config, stored, own, other)
+    except CohortError as error:  # also a damaged checkpoint, or a base model that is gone
+        notes.append(IN_LOGITS.format(error))
+    if before:
+        stored = replace(stored, device=before.context.policy.device)
+        known = weights.measured(before, stored)
+        if (gap := weights.gap(stored, known) or 0.0) > LARGE_GAP:
+            notes.append(
+                f"{before.source} gives log-probs up to {gap:.2g} nats from the stored ones, so its gradients are not "
+                "exactly those of the run: precision, device or a library has changed"
+            )
+    filled = stored.filled(known)
+    pair = Pair(filled, coefficients_of(filled, own), coefficients_of(filled, other))
+    stored_gap = compare.stored_gap(filled, pair.run)
+    if stored_gap:
+        notes.append(
+            "the run's objective does not give the stored coefficients bit for bit: the largest difference is "
+            f"{stored_gap:.2g}. The device is another, or the objective in config.toml was changed after the step"
+        )
+    logits = compare.gradients(pair)
+    try:
+        parameters = weights.parameter_gradients(before, filled, other) if before else None
+    except (NonFiniteError, RunFolderError) as error:
+        notes.append(IN_LOGITS.format(error))
+    if count := int((stored.known.logps_N.isnan() & (pair.replay.total_N != 0)).sum()):
+        source = f"computed with the weights of {before.source}" if before else "those of the sampler"
+        notes.append(f"the log-probs of {count:,} tokens with a coefficient are not stored; here they are {source}")
+    if over := [name for name, one in (("run's", own), ("other", other)) if any(_over_vocabulary(one))]:
+        notes.append(
+            f"the {' and the '.join(over)} objective has a term over the whole vocabulary (entropy bonus or full KL), "
+            "which has no coefficients: only the gradient in the parameters has it"
+        )
+    notes += _notes_of_rewards(stored, own, other)
+    decode, headline = _decoder(folder, config, before), parameters or logits
+    result = {
+        "version": VERSION,
+        "step": stored.step,
+        "name": result_name(request),
+        "time": time.time(),
+        "sentence": "",
+        "notes": notes,
+        "objective": {
+            "run": own.identity,
+            "replay": _named(request),
+            "changes": changes_between(own, other),
+        },
+        "identical": compare.is_same(pair.run, pair.replay) and _over_vocabulary(own) == _over_vocabulary(other),
+        "stored_gap": stored_gap,
+        "weights": before.source if before else None,
+        "tokens": compare.token_counts(pair) | {"estimated": count},
+        "gradient": {
+            "space": "parameters" if parameters else "logits",
+            **{name: headline[name] for name in ("norm_run", "norm_replay", "ratio", "cosine")},
+        },
+        "parameters": parameters,
+        "logits": logits,
+        "causes": compare.causes(pair),
+        "signs": compare.signs(pair),
+        "completions": compare.completions(pair),
+        "groups": compare.groups(pair),
+        "strongest": compare.strongest(pair, decode),
+    }
+    return result | {"sentence": sentence(result)}
 
 
 def _settings_of(folder: Path, request: Request) -> GRPOConfig:
@@ -231,28 +301,10 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
     return config
 
 
-def settings_of(stored: Stored, objective: Objective) -> Settings:
-    """The settings with which the updates of a step worked."""
-    facts = stored.facts
-    return Settings(
-        minibatches=facts.minibatches,
-        max_completion_length=facts.max_completion_length,
-        has_old_logps=not bool(stored.known.old_logps_N.isnan().all()),
-        top_entropy=objective.top_entropy,
-        microbatch_tokens=facts.microbatch_tokens,
-        shared_prompts=facts.shared_prompts,
-    )
-
-
 def _last_step(folder: Path) -> int:
     if steps := Run(folder).rollouts:
         return max(steps)
     raise RunFolderError(f"{folder} has no rollouts: set report.log_completions = true for the next run")
-
-
-def of_step(objective: Objective, stored: Stored) -> Objective:
-    """The run's objective with the step's weight of the KL, which may follow a target."""
-    return objective if objective.kl.target is None else objective.replace(beta=stored.facts.beta)
 
 
 def _asked_for(request: Request, own: Objective, config: GRPOConfig) -> Objective:
@@ -279,172 +331,67 @@ def result_name(request: Request) -> str:
     return re.sub(r"[^\w.+=@-]+", "-", text, flags=re.ASCII).strip(".-")[:100] or "replay"
 
 
-@dataclass(slots=True)
-class _Replay:
-    """The steps of a replay, and what is to be said about them."""
-
-    folder: Path
-    config: GRPOConfig
-    stored: Stored
-    own: Objective
-    other: Objective
-    settings: Settings
-    request: Request
-
-    def result(self) -> dict[str, Any]:
-        """Compute everything."""
-        notes = list(self._notes_of_store())
-        before = self._before(notes)
-        stored = self._filled(before, notes)
-        pair = Pair(stored, *(coefficients_of(stored, one, self.settings) for one in (self.own, self.other)))
-        gap = compare.stored_gap(stored, pair.run)
-        if gap:
-            notes.append(
-                f"the run's objective does not give the stored coefficients bit for bit: the largest difference is "
-                f"{gap:.2g}. The device is another, or the objective in config.toml was changed after the step"
-            )
-        found = self._compared(pair, before, gap, notes)
-        found["sentence"] = sentence(found)
-        return found
-
-    def _compared(self, pair: Pair, before: Before | None, gap: float | None, notes: list[str]) -> dict[str, Any]:
-        logits = compare.gradients(pair)
-        parameters = self._in_parameters(pair, before, notes) if before else None
-        estimated_N = self.stored.known.logps_N.isnan() & (pair.replay.total_N != 0)
-        if count := int(estimated_N.sum()):
-            source = f"computed with the weights of {before.source}" if before else "those of the sampler"
-            notes.append(f"the log-probs of {count:,} tokens with a coefficient are not stored; here they are {source}")
-        named = {"run's": self.own, "other": self.other}
-        if over := [name for name, objective in named.items() if any(_over_vocabulary(objective))]:
-            notes.append(
-                f"the {' and the '.join(over)} objective has a term over the whole vocabulary (entropy bonus or full "
-                "KL), which has no coefficients: only the gradient in the parameters has it"
-            )
-        notes += self._notes_of_rewards()
-        decode = self._decoder(before)
-        return {
-            "version": VERSION,
-            "step": self.stored.step,
-            "name": result_name(self.request),
-            "time": time.time(),
-            "sentence": "",
-            "notes": notes,
-            "objective": {
-                "run": self.own.identity,
-                "replay": _named(self.request),
-                "changes": changes_between(self.own, self.other),
-            },
-            "identical": compare.is_same(pair.run, pair.replay)
-            and _over_vocabulary(self.own) == _over_vocabulary(self.other),
-            "stored_gap": gap,
-            "weights": before.source if before else None,
-            "tokens": compare.token_counts(pair) | {"estimated": count},
-            "gradient": {"space": "parameters" if parameters else "logits", **_headline(parameters or logits)},
-            "parameters": parameters,
-            "logits": logits,
-            "causes": compare.causes(pair),
-            "signs": compare.signs(pair),
-            "completions": compare.completions(pair),
-            "groups": compare.groups(pair),
-            "strongest": compare.strongest(pair, decode),
-        }
-
-    def _notes_of_store(self) -> list[str]:
-        stored, notes = self.stored, []
-        if missing := stored.groups_missing:
-            notes.append(
-                f"{len(stored.groups)} of {len(stored.groups) + missing} groups are stored (report.store_groups): "
-                "denominators, baselines and scales over the batch are those of the stored groups"
-            )
-        updates = self.config.objective.updates_per_rollout
-        if updates > 1:
-            notes.append(
-                f"{updates} updates used the rollout: each token's coefficient is that of the first update that used it"
-            )
-        return notes
-
-    def _notes_of_rewards(self) -> Iterator[str]:
-        """What one of the objectives does to the rewards themselves, before a baseline."""
-        lengths_S, limit = self.stored.lengths_S, self.settings.max_completion_length
-        for whose, one, other in (("the run's", self.own, self.other), ("the other", self.other, self.own)):
-            if (rule := one.soft_overlong) and rule != other.soft_overlong:
-                length = rule.max_length or limit
-                lowered_S = soft_overlong_punishment(lengths_S, length, rule.cache_share * length) < 0
-                yield (
-                    f"{whose} objective has soft_overlong, which lowers the rewards of completions of more than "
-                    f"{length - rule.cache_share * length:,.0f} tokens: {int(lowered_S.sum()):,} of {len(lengths_S):,} "
-                    "here. Rewards in these tables are those without it"
-                )
-            if one.unlikeliness and one.unlikeliness != other.unlikeliness:
-                yield (
-                    f"{whose} objective has unlikeliness, which changes rewards by the rank of their completion's "
-                    "likelihood. Rewards in these tables are those without it"
-                )
-
-    def _before(self, notes: list[str]) -> Before | None:
-        """The models before the step; None, with a note, if there are none or they are not wanted."""
-        if self.request.no_model:
-            return None
-        try:
-            if not self.stored.has_prompts:
-                raise weights.NoWeightsError("the prompts' token ids are not stored")
-            return self._load()
-        except CohortError as error:  # also a damaged checkpoint, or a base model that is gone
-            notes.append(f"the gradient is compared in the space of the logits: {error}")
-        return None
-
-    def _load(self) -> Before:
-        needs = any(
-            one.beta and (one.kl.estimator == "full" or self._lacks_reference()) for one in (self.own, self.other)
+def _notes_of_store(stored: Stored, config: GRPOConfig) -> list[str]:
+    notes = []
+    if missing := stored.groups_missing:
+        notes.append(
+            f"{len(stored.groups)} of {len(stored.groups) + missing} groups are stored (report.store_groups): "
+            "denominators, baselines and scales over the batch are those of the stored groups"
         )
-        before = weights.load_before(self.folder, self.config, self.stored.step, self.own, reference=needs)
-        self.settings = replace(self.settings, device=before.context.policy.device)
-        return before
+    if (updates := config.objective.updates_per_rollout) > 1:
+        notes.append(
+            f"{updates} updates used the rollout: each token's coefficient is that of the first update that used it"
+        )
+    return notes
 
-    def _lacks_reference(self) -> bool:
-        return bool(self.stored.known.ref_logps_N.isnan().any())
 
-    def _filled(self, before: Before | None, notes: list[str]) -> Stored:
-        """The step with numbers for what is not stored: measured with the model, or else the sampler's."""
-        if before is None:
-            return self.stored.filled(from_sampler(self.stored))
-        found = weights.measured(before, self.stored, self.settings)
-        gap = weights.gap(self.stored, found)
-        if gap is not None and gap > LARGE_GAP:
-            notes.append(
-                f"{before.source} gives log-probs up to {gap:.2g} nats from the stored ones, so its gradients are not "
-                "exactly those of the run: precision, device or a library has changed"
+def _notes_of_rewards(stored: Stored, own: Objective, replayed: Objective) -> Iterator[str]:
+    """What one of the objectives does to the rewards themselves, before a baseline."""
+    lengths_S, limit = stored.lengths_S, stored.facts.max_completion_length
+    for whose, one, other in (("the run's", own, replayed), ("the other", replayed, own)):
+        if (rule := one.soft_overlong) and rule != other.soft_overlong:
+            length = rule.max_length or limit
+            lowered_S = soft_overlong_punishment(lengths_S, length, rule.cache_share * length) < 0
+            yield (
+                f"{whose} objective has soft_overlong, which lowers the rewards of completions of more than "
+                f"{length - rule.cache_share * length:,.0f} tokens: {int(lowered_S.sum()):,} of {len(lengths_S):,} "
+                "here. Rewards in these tables are those without it"
             )
-        return self.stored.filled(found)
+        if one.unlikeliness and one.unlikeliness != other.unlikeliness:
+            yield (
+                f"{whose} objective has unlikeliness, which changes rewards by the rank of their completion's "
+                "likelihood. Rewards in these tables are those without it"
+            )
 
-    def _in_parameters(self, pair: Pair, before: Before, notes: list[str]) -> dict[str, Any] | None:
-        own, other = (laid_out(pair.stored, one, self.settings) for one in (self.own, self.other))
-        try:
-            rates = weights.learning_rates(pair.stored) if len(own.minibatches) > 1 else []
-            return weights.parameter_gradients(before, own, self.other, other, rates)
-        except (NonFiniteError, RunFolderError) as error:
-            notes.append(f"the gradient is compared in the space of the logits: {error}")
+
+def _before(folder: Path, config: GRPOConfig, stored: Stored, own: Objective, other: Objective) -> Before:
+    """The models before the step, with a reference if an objective needs what only it gives."""
+    if not all(group.prompt.token_ids for group in stored.groups):
+        raise weights.NoWeightsError("the prompts' token ids are not stored")
+    lacks = bool(stored.known.ref_logps_N.isnan().any())
+    needs = any(one.beta and (one.kl.estimator == "full" or lacks) for one in (own, other))
+    return weights.load_before(folder, config, stored, own, reference=needs)
+
+
+def _decoder(folder: Path, config: GRPOConfig, before: Before | None) -> Callable[[list[int]], str] | None:
+    """The text of token ids, empty for ids that the tokenizer does not have; None without a tokenizer."""
+    steps = steps_of(folder / "checkpoints")
+    if before is None and not steps:
+        return None
+    try:
+        newest = str(folder / "checkpoints" / f"step-{max(steps, default=0)}")
+        remote = config.model.trust_remote_code
+        tokenizer = before.tokenizer if before else load_tokenizer(newest, trust_remote_code=remote)
+    except CohortError:
         return None
 
-    def _decoder(self, before: Before | None) -> Callable[[list[int]], str] | None:
-        """The text of token ids; None without a tokenizer."""
-        tokenizer = before.tokenizer if before else None
-        checkpoints = steps_of(self.folder / "checkpoints")
-        if tokenizer is None and checkpoints:
-            newest = self.folder / "checkpoints" / f"step-{checkpoints[-1]}"
-            try:
-                tokenizer = load_tokenizer(str(newest), trust_remote_code=self.config.model.trust_remote_code)
-            except CohortError:
-                return None
-        return None if tokenizer is None else partial(_decoded, tokenizer)
+    def decode(ids: list[int]) -> str:
+        try:
+            return str(tokenizer.decode(ids))
+        except (OverflowError, ValueError, TypeError, IndexError):
+            return ""
 
-
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
-    """The text of token ids; nothing for ids that the tokenizer does not have."""
-    try:
-        return str(tokenizer.decode(ids))
-    except (OverflowError, ValueError, TypeError, IndexError):
-        return ""
+    return decode
 
 
 def from_sampler(stored: Stored) -> Known:
@@ -459,10 +406,6 @@ def from_sampler(stored: Stored) -> Known:
 def _over_vocabulary(objective: Objective) -> tuple[Any, Any]:
     """The terms of an objective that have no coefficients."""
     return objective.entropy, objective.kl if objective.beta and objective.kl.estimator == "full" else None
-
-
-def _headline(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: found[name] for name in ("norm_run", "norm_replay", "ratio", "cosine")}
 
 
 def _named(request: Request) -> str:

@@ -10,8 +10,8 @@ for the coefficients c and d of two gradients. It ignores that tokens share the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ LEFT_OUT = -1
 class Replayed:
     """The step under an objective. Shape ``[N]`` each, on the axis of the stored step."""
 
-    objective: Objective
     policy_N: Tensor
     """The policy term's coefficient; 0 where no update uses the token."""
     kl_N: Tensor
@@ -56,54 +55,47 @@ class Replayed:
 class Laid:
     """A stored step as an objective's updates see it."""
 
+    stored: Stored
     batch: TokenBatch
     minibatches: list[Part]
     """Of one pass over the rollout."""
+    used_S: list[int]
+    """The completions in the batch, by their places in the stored step."""
     tokens_N: Tensor
     """Where the batch's tokens lie on the axis of the stored step."""
 
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings of a run that its coefficients depend on, beside the objective."""
-
-    minibatches: int
-    max_completion_length: int
-    has_old_logps: bool = False
-    """Whether the updates had old log-probs; without them every ratio to the old policy is 1 by identity."""
-    top_entropy: float = 1.0
-    """The share of tokens that the run's updates chose."""
-    microbatch_tokens: int = 0
-    """Tokens of a pass: on a CPU, the last bit of a sigmoid depends on the token's place in the pass. 0: unknown."""
-    shared_prompts: bool = True
-    """Whether a pass read each prompt once."""
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    def on_axis(self, values_N: Tensor, elsewhere: float) -> Tensor:
+        """The batch's values on the axis of the stored step, and a number in the other places."""
+        found_N = torch.full((len(self.stored.known.logps_N),), elsewhere, dtype=values_N.dtype)
+        found_N[self.tokens_N] = values_N.cpu()
+        return found_N
 
 
-def coefficients_of(stored: Stored, objective: Objective, settings: Settings) -> Replayed:
+def coefficients_of(stored: Stored, objective: Objective) -> Replayed:
     """The coefficients that the first pass of updates over a stored step has under an objective.
 
-    Under the objective of the run they are the stored ones, bit for bit, if the device is the run's.
+    Under the objective of the run they are the stored ones, bit for bit, if the device is the run's. On a CPU, the last
+    bit of a sigmoid depends on the token's place in the pass, so passes are cut as the run's updates cut them.
 
     Args:
         stored: the step. Where the objective needs a log-prob that is NaN, so is the coefficient.
         objective: any objective, with the beta of the step.
-        settings: those of the run.
 
     Raises:
         RunFolderError: the objective needs what is not stored.
         RewardError: the objective refuses the stored rewards, as scale "group_mean" refuses negative ones.
     """
-    laid = laid_out(stored, objective, settings)
-    batch, total = laid.batch, len(stored.known.logps_N)
-    logps_N = stored.known.logps_N[laid.tokens_N].to(settings.device, stored.dtype)
+    laid = laid_out(stored, objective)
+    batch = laid.batch
+    logps_N = stored.known.logps_N[laid.tokens_N].to(stored.device, stored.dtype)
     policy_N, kl_N = torch.zeros_like(logps_N), torch.zeros_like(logps_N)
     cause_N = torch.where(batch.loss_N, int(Cause.NO_ADVANTAGE), int(Cause.MASKED)).to(torch.int8)
     for minibatch in laid.minibatches:
-        chosen_N = _chosen(stored, laid, minibatch, objective, settings)
+        chosen_N = _chosen(laid, minibatch, objective)
         weights = term_weights(objective, batch, minibatch, chosen_N)
         active = active_part(batch, minibatch, objective)
-        for one in _passes(batch, active, settings):
+        passes = packs(batch, active, stored.facts.microbatch_tokens, shared=stored.facts.shared_prompts)
+        for one in (active.select(torch.tensor(cut)) for pack in passes for cut in pack.microbatches):
             at_N, of_one = one.tokens_N, weights.at(active.positions_N).at(one.positions_N)
             found = coefficients(
                 objective,
@@ -117,41 +109,46 @@ def coefficients_of(stored: Stored, objective: Objective, settings: Settings) ->
                 base_weights_N=of_one.base_N,
             )
             policy_N[at_N], kl_N[at_N], cause_N[at_N] = found.policy_N, found.kl_N, found.cause_N
-    used_S = torch.zeros(len(stored.is_used_S), dtype=torch.bool)
-    used_S[list(_rollout(stored, objective).used_S)] = True
-
-    def on_axis(values_N: Tensor, elsewhere: float) -> Tensor:
-        found_N = torch.full((total,), elsewhere, dtype=values_N.dtype)
-        found_N[laid.tokens_N] = values_N.cpu()
-        return found_N
-
-    advantages_N = on_axis(batch.advantages_N, 0.0)
-    return Replayed(objective, on_axis(policy_N, 0), on_axis(kl_N, 0), on_axis(cause_N, LEFT_OUT), advantages_N, used_S)
+    is_used_S = torch.zeros(len(stored.is_used_S), dtype=torch.bool)
+    is_used_S[laid.used_S] = True
+    found_N = laid.on_axis(policy_N, 0), laid.on_axis(kl_N, 0), laid.on_axis(cause_N, LEFT_OUT)
+    return Replayed(*found_N, laid.on_axis(batch.advantages_N, 0), is_used_S)
 
 
-def laid_out(stored: Stored, objective: Objective, settings: Settings) -> Laid:
+def laid_out(stored: Stored, objective: Objective) -> Laid:
     """The batch of a stored step under an objective, and its minibatches."""
-    rollout = _rollout(stored, objective)
+    if objective.credit in ("given", "process") and stored.scores.token_rewards_N is None:
+        raise RunFolderError(
+            f"credit {objective.credit!r} needs a reward for each token, and {stored.path.name} has none: the run's "
+            "reward functions score whole completions"
+        )
+    rollout = Rollout.of(stored.groups, stored.scores, objective)
     used_S = rollout.used_S
-    batch = lay_out(rollout.used_groups, settings.device)
+    batch = lay_out(rollout.used_groups, stored.device)
     starts_S = stored.lengths_S.cumsum(0) - stored.lengths_S
     spans = [torch.arange(count) + starts_S[s] for s, count in zip(used_S, batch.lengths_S.tolist(), strict=True)]
     tokens_N = torch.cat([torch.zeros(0, dtype=torch.long), *spans])
     known = stored.known
 
     def of_batch(values_N: Tensor) -> Tensor:
-        return values_N[tokens_N].to(settings.device, stored.dtype)
+        return values_N[tokens_N].to(stored.device, stored.dtype)
 
     old_N, ref_N = of_batch(known.old_logps_N), of_batch(known.ref_logps_N)
     needs_ref = objective.beta != 0 and objective.kl.estimator == "sampled"
     if needs_ref and bool(ref_N.isnan().any()):
         raise RunFolderError(_no_reference(stored, objective, int(ref_N.isnan().sum()), len(ref_N)))
-    if objective.advantages_need_logps and not settings.has_old_logps:
+    if objective.advantages_need_logps and not stored.has_old_logps:
         old_N = of_batch(known.logps_N)  # a single update: the old policy is the current one
-    has_old = settings.has_old_logps or objective.advantages_need_logps
+    has_old = stored.has_old_logps or objective.advantages_need_logps
     batch = replace(batch, old_logps_N=old_N if has_old else None, ref_logps_N=ref_N if needs_ref else None)
-    batch = assign_advantages(batch, rollout.used_scores, objective, settings.max_completion_length)
-    return Laid(batch, list(_minibatches(stored, batch, used_S, settings)), tokens_N)
+    batch = assign_advantages(batch, rollout.used_scores, objective, stored.facts.max_completion_length)
+    if stored.groups_missing and stored.minibatch_S is not None:  # in part: as the run's updates had them
+        number_S = torch.from_numpy(stored.minibatch_S[used_S])
+        numbers = sorted(set(number_S.tolist()))
+        minibatches = [part_of(batch, (number_S == number).nonzero()[:, 0]) for number in numbers]
+    else:
+        minibatches = split_minibatches(batch, stored.facts.minibatches)
+    return Laid(stored, batch, minibatches, used_S, tokens_N)
 
 
 def _no_reference(stored: Stored, objective: Objective, missing: int, total: int) -> str:
@@ -167,42 +164,13 @@ def _no_reference(stored: Stored, objective: Objective, missing: int, total: int
     )
 
 
-def _rollout(stored: Stored, objective: Objective) -> Rollout:
-    """The groups that an objective's updates use."""
-    if objective.credit in ("given", "process") and stored.scores.token_rewards_N is None:
-        raise RunFolderError(
-            f"credit {objective.credit!r} needs a reward for each token, and {stored.path.name} has none: the run's "
-            "reward functions score whole completions"
-        )
-    return Rollout.of(stored.groups, stored.scores, objective)
-
-
-def _minibatches(stored: Stored, batch: TokenBatch, used_S: list[int], settings: Settings) -> Iterator[Part]:
-    """The minibatches of a pass. Of a step that is stored in part, as its updates had them."""
-    if not stored.groups_missing or stored.minibatch_S is None:
-        yield from split_minibatches(batch, settings.minibatches)
-        return
-    number_S = torch.from_numpy(stored.minibatch_S[used_S])
-    for number in sorted(set(number_S.tolist())):
-        yield part_of(batch, (number_S == number).nonzero()[:, 0])
-
-
-def _passes(batch: TokenBatch, active: Part, settings: Settings) -> Iterator[Part]:
-    """The sequences of an update pass by pass, as the update cut them."""
-    if not settings.microbatch_tokens:
-        yield active.select(torch.arange(active.num_sequences))
-        return
-    for pack in packs(batch, active, settings.microbatch_tokens, shared=settings.shared_prompts):
-        yield from (active.select(torch.tensor(cut)) for cut in pack.microbatches)
-
-
-def _chosen(stored: Stored, laid: Laid, minibatch: Part, objective: Objective, settings: Settings) -> Tensor | None:
+def _chosen(laid: Laid, minibatch: Part, objective: Objective) -> Tensor | None:
     """Which tokens of a minibatch ``top_entropy`` chooses: those of the run's update, if it chose the same share."""
     if objective.top_entropy == 1:
         return None
-    tokens_N = laid.tokens_N[minibatch.tokens_N.cpu()]
-    if stored.weight_N is not None and objective.top_entropy == settings.top_entropy:
-        return (stored.weight_N[tokens_N] > 0).to(settings.device)
+    stored, tokens_N = laid.stored, laid.tokens_N[minibatch.tokens_N.cpu()]
+    if stored.weight_N is not None and objective.top_entropy == stored.facts.objective.top_entropy:
+        return (stored.weight_N[tokens_N] > 0).to(stored.device)
     loss_N = laid.batch.loss_N[minibatch.tokens_N]
     return top_entropy_tokens(stored.known.entropy_N[tokens_N].to(loss_N.device), objective.top_entropy, loss_N)
 

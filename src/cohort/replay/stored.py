@@ -47,6 +47,7 @@ class _KL(_Table):
 
 class _Objective(_Table):
     kl: _KL
+    top_entropy: float = 1.0
 
 
 class _Update(_Table):
@@ -97,6 +98,7 @@ LISTS = ("prompt_ids", "token_ids", "sampler_logps", "drawn", "segment_lengths",
 SUPPORT = tuple(f"support/{name}" for name in ("token_ids", "counts", "excluded"))
 NEEDED = ("group", "completion", "finish_reason", "token_ids", "sampler_logps", "reward", "advantage")
 """Columns that every file has."""
+CPU = torch.device("cpu")
 KNOWN = ("logps", "old_logps", "ref_logps", "entropy", "collision")
 
 
@@ -140,6 +142,10 @@ class Stored:
     """Of the updates' log-probs: float32 or float64."""
     facts: Facts
     """What the file says about the whole step."""
+    has_old_logps: bool
+    """Whether the updates had old log-probs; without them every ratio to the old policy is 1 by identity."""
+    device: torch.device = CPU
+    """Where an objective's coefficients are computed."""
 
     @property
     def completions(self) -> list[Completion]:
@@ -150,11 +156,6 @@ class Stored:
     def lengths_S(self) -> Tensor:
         """Drawn tokens of each completion."""
         return torch.tensor([completion.num_tokens for completion in self.completions], dtype=torch.long)
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether the prompts' token ids are stored, so that a model can read them."""
-        return all(group.prompt.token_ids for group in self.groups)
 
     @property
     def groups_missing(self) -> int:
@@ -229,6 +230,7 @@ def _stored(step: int, file: StoredStep, config: GRPOConfig) -> Stored:
         weight_N=tokens("weight"),
         dtype=torch.float64 if is_double else torch.float32,
         facts=facts,
+        has_old_logps=not bool(known["old_logps_N"].isnan().all()),
     )
 
 

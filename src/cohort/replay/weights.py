@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from cohort.config import GRPOConfig
 from cohort.errors import NonFiniteError, RunFolderError
 from cohort.objective import Objective
 from cohort.policy import Policy, load_policy, load_tokenizer, read_config
-from cohort.replay.compare import Laid, Products, Settings, laid_out
+from cohort.replay.compare import Laid, Products, laid_out
 from cohort.replay.stored import Known, Stored
 from cohort.rollout import Sampling
 from cohort.runs.changes import take_threads
@@ -25,10 +25,8 @@ from cohort.train import (
     Adaptive,
     NonFinite,
     Optimizer,
-    Part,
     StepContext,
     TokenBudget,
-    find_budget,
     part_of,
     policy_logps,
     update,
@@ -58,10 +56,6 @@ class Before:
     source: str
     """Where the weights are from."""
 
-    def under(self, objective: Objective) -> StepContext:
-        """The context with another objective."""
-        return replace(self.context, objective=objective)
-
     def entropy_coefficient(self, objective: Objective) -> float:
         """The entropy bonus's weight in the next update under an objective. One that is not the run's begins with its
         first weight."""
@@ -70,13 +64,13 @@ class Before:
         return start.applied_entropy_coefficient(objective)
 
 
-def load_before(run: Path, config: GRPOConfig, step: int, objective: Objective, *, reference: bool) -> Before:
+def load_before(run: Path, config: GRPOConfig, stored: Stored, objective: Objective, *, reference: bool) -> Before:
     """Load the policy, the optimizer and, if asked for, the reference as before the updates of a step.
 
     Args:
         run: the run folder. Its settings are checked: see ``runs.check_code``.
         config: its settings.
-        step: the step, from 1. Its weights are those of ``checkpoints/step-(N-1)``, or the initial model's for step 1.
+        stored: the step, whose weights are those of ``checkpoints/step-(N-1)``, or the initial model's for step 1.
         objective: the run's, with the beta of the step.
         reference: whether a reference is needed, also if the run had none.
 
@@ -84,14 +78,14 @@ def load_before(run: Path, config: GRPOConfig, step: int, objective: Objective, 
         NoWeightsError: there are no such weights.
         CohortError: they cannot be loaded.
     """
-    folder = _checkpoint(run, step)
+    folder = _checkpoint(run, stored.step)
     lora, missing = config.model.lora.wanted, reference and not objective.beta
     initial = _initial_model(run, config) if folder is None or lora or missing else ""
     policy = _policy(str(folder) if folder and not lora else initial, config)
     held = policy.reference(moves=config.objective.sync_ref_model) if objective.beta else None
     tokenizer = load_tokenizer(str(folder or initial), trust_remote_code=config.model.trust_remote_code)
     optimizer = Optimizer(policy.model, config.optim, 1)  # the store has each update's learning rate
-    adaptive, budget = Adaptive.of(config.resolved_objective), config.optim.microbatch_tokens or 0
+    adaptive, budget = Adaptive.of(config.resolved_objective), TokenBudget(stored.facts.microbatch_tokens)
     models = Models(policy, held, tokenizer)
     if missing:
         held = (policy if lora else _policy(initial, config)).reference()
@@ -101,11 +95,7 @@ def load_before(run: Path, config: GRPOConfig, step: int, objective: Objective, 
             saved = load_checkpoint(folder, models)
             optimizer.load_state_dict(saved.optimizer)
             adaptive = Adaptive(**saved.loop["adaptive"])
-            budget = budget or max(0, int(saved.loop.get("microbatch_tokens", 0)))
-    longest = config.rollout.max_completion_length
-    found = TokenBudget(budget) if budget else find_budget(policy, None, longest, longest)
-    sampling = Sampling.of(config.rollout)
-    context = StepContext(policy, optimizer, objective, sampling, found, held)
+    context = StepContext(policy, optimizer, objective, Sampling.of(config.rollout), budget, held)
     source = f"checkpoints/{folder.name}" if folder else f"the initial model, {initial}"
     return Before(context, adaptive, tokenizer, source)
 
@@ -140,37 +130,32 @@ def _policy(name: str, config: GRPOConfig) -> Policy:
 # Passes ---------------------------------------------------------------------------------------------------------------
 
 
-def measured(before: Before, stored: Stored, settings: Settings) -> Known:
+def measured(before: Before, stored: Stored) -> Known:
     """The log-probs of all usable completions under the weights before the step, and under the reference.
 
     Raises:
         RunFolderError: the step holds token ids that the model does not have.
     """
     context = before.context
-    laid = laid_out(stored, PLAIN, settings)
-    _check_ids(context.policy, laid, stored)
+    laid = laid_out(stored, PLAIN)
+    _check_ids(context.policy, laid)
     part = part_of(laid.batch, range(laid.batch.num_sequences))
     found = context.within_memory(token_logps, context.policy, laid.batch, part)
-    unknown_N = torch.full_like(stored.known.logps_N, torch.nan)
-
-    def on_axis(values_N: Tensor) -> Tensor:
-        on_N = unknown_N.clone()
-        on_N[laid.tokens_N] = values_N.double().cpu()
-        return on_N
-
-    ref_N = unknown_N
+    ref_N = torch.full_like(found.logps_N, torch.nan)
     if context.reference is not None:
-        ref_N = on_axis(context.within_memory(policy_logps, context.reference, laid.batch, part))
-    logps_N = on_axis(found.logps_N)
-    return Known(logps_N, logps_N, ref_N, on_axis(found.entropy_N), on_axis(found.collision_N))
+        ref_N = context.within_memory(policy_logps, context.reference, laid.batch, part)
+    numbers = (found.logps_N, found.logps_N, ref_N, found.entropy_N, found.collision_N)
+    return Known(*(laid.on_axis(values_N.double(), torch.nan) for values_N in numbers))
 
 
-def _check_ids(policy: Policy, laid: Laid, stored: Stored) -> None:
+def _check_ids(policy: Policy, laid: Laid) -> None:
     model: Any = policy.model
     count = model.get_input_embeddings().num_embeddings
     ids = torch.cat([laid.batch.ids_T, *(torch.tensor(prompt) for prompt in laid.batch.prompt_ids)])
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
-        raise RunFolderError(f"{stored.path} holds token ids up to {int(ids.max())}, and the model has {count} tokens")
+        raise RunFolderError(
+            f"{laid.stored.path} holds token ids up to {int(ids.max())}, and the model has {count} tokens"
+        )
 
 
 def gap(stored: Stored, found: Known) -> float | None:
@@ -189,18 +174,14 @@ def gap(stored: Stored, found: Known) -> float | None:
     return float(gaps_N.max()) if len(gaps_N) else None
 
 
-def parameter_gradients(
-    before: Before, run: Laid, objective: Objective, replay: Laid, rates: Sequence[float]
-) -> dict[str, Any]:
+def parameter_gradients(before: Before, stored: Stored, objective: Objective) -> dict[str, Any]:
     """Compare the gradients of the run's objective and of another in all trained parameters, at each update of the
     first pass over the rollout. The updates between are made under the run's objective, as the run made them.
 
     Args:
         before: the models, whose weights change if there are several updates.
-        run: the step as the run's updates saw it.
+        stored: the step.
         objective: the other objective.
-        replay: the step as its updates would see it.
-        rates: the learning rate of each update.
 
     Returns:
         Norms, ratios and cosines of the whole gradient and of its terms, root mean squares over the updates, and those
@@ -208,10 +189,15 @@ def parameter_gradients(
 
     Raises:
         NonFiniteError: a value is not finite.
+        RunFolderError: an update between was skipped because a value was not finite.
     """
     updates: list[dict[str, Products]] = []
+    contexts = before.context, replace(before.context, objective=objective)
+    run, replay = (laid_out(stored, context.objective) for context in contexts)
     pairs = list(zip(run.minibatches, replay.minibatches, strict=False))
-    contexts = before.context, before.under(objective)
+    rates = [rate for rate in stored.facts.learning_rates if rate is not None]
+    if len(run.minibatches) > 1 and len(rates) < len(stored.facts.learning_rates):
+        raise RunFolderError(f"an update of step {stored.step} was skipped, because a value was not finite")
     for number, (own, other) in enumerate(pairs):
         found = []
         for context, laid, part in zip(contexts, (run, replay), (own, other), strict=True):
@@ -219,7 +205,14 @@ def parameter_gradients(
             found.append(context.within_memory(term_gradients, laid.batch, part, coefficient))
         updates.append(_products(*found))
         if number + 1 < len(pairs):
-            before = make_update(before, run, own, rates[number])
+            # One update as the loop makes it, with which the next one begins.
+            for group in (group for rule in before.context.optimizer.rules for group in rule.param_groups):
+                group["lr"] = rates[number]
+            coefficient = before.entropy_coefficient(before.context.objective)
+            outcome = before.context.within_memory(update, run.batch, own, coefficient)
+            if isinstance(outcome, NonFinite):
+                raise NonFiniteError(outcome.message)
+            before = replace(before, adaptive=before.adaptive.after_update(before.context.objective, outcome))
     names = dict.fromkeys(name for one in updates for name in one if name != WHOLE)
     return {
         **Products.mean([one[WHOLE] for one in updates]).as_json(),
@@ -237,31 +230,3 @@ def _products(run: Mapping[str, Tensor], replay: Mapping[str, Tensor]) -> dict[s
     found = {name: Products.of(*(one.get(name, zero) for one in both)) for name in names}
     wholes = (sum(one.values(), zero) for one in both)
     return found | {WHOLE: Products.of(*wholes)}
-
-
-def learning_rates(stored: Stored) -> list[float]:
-    """The learning rate of each update of the step.
-
-    Raises:
-        RunFolderError: an update was skipped because a value was not finite.
-    """
-    rates = stored.facts.learning_rates
-    known = [rate for rate in rates if rate is not None]
-    if len(known) < len(rates):
-        raise RunFolderError(f"an update of step {stored.step} was skipped, because a value was not finite")
-    return known
-
-
-def make_update(before: Before, laid: Laid, minibatch: Part, rate: float) -> Before:
-    """One update as the loop makes it. Returns what the next one begins with.
-
-    Raises:
-        NonFiniteError: a value is not finite.
-    """
-    context, objective = before.context, before.context.objective
-    for group in (group for rule in context.optimizer.rules for group in rule.param_groups):
-        group["lr"] = rate
-    outcome = context.within_memory(update, laid.batch, minibatch, before.entropy_coefficient(objective))
-    if isinstance(outcome, NonFinite):
-        raise NonFiniteError(outcome.message)
-    return replace(before, adaptive=before.adaptive.after_update(objective, outcome))
