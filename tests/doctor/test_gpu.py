@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from cohort.cli import main
 from cohort.config import VLLMConfig
@@ -25,8 +26,10 @@ SECONDS = gpu.seconds
 
 
 @pytest.fixture(autouse=True)
-def timed_once(monkeypatch):
+def timed_once_and_small(monkeypatch):
     monkeypatch.setattr(gpu, "seconds", lambda run, _=5: SECONDS(run, 1))
+    smaller = {"num_hidden_layers": 2, "vocab_size": 512}
+    monkeypatch.setattr(gpu, "Qwen3Config", lambda **given: Qwen3Config(**given | smaller))
 
 
 def found(*checks):
@@ -71,6 +74,7 @@ BROKEN = {  # what is put in place of what, and the tensors that are then wrong
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_kernel_fails_and_is_named(name, monkeypatch):
     attribute, stand_in, case, wrong = BROKEN[name]
+    monkeypatch.setattr(gpu, "CASES", [*gpu.CASES[:2], gpu.CASES[4], *gpu.CASES[8:]])
     monkeypatch.setattr(flash, attribute, stand_in)
     kernels = found("kernels")["kernels"]
     assert kernels.status is Status.FAIL
@@ -89,6 +93,7 @@ def test_a_kernel_that_refuses_fails_and_the_others_go_on(monkeypatch):
 
 
 def test_a_nan_fails(monkeypatch):
+    monkeypatch.setattr(gpu, "CASES", gpu.CASES[:2])
     monkeypatch.setattr(flash, "add_sinks", lambda out, *_: out.fill_(math.nan))
     assert found("kernels")["kernels"].status is Status.FAIL
 
@@ -163,7 +168,8 @@ def test_without_vllm_the_sleep_is_skipped():
     assert "no interpreter '/no/python'" in sleep.found
 
 
-def test_the_command(capsys):
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "CASES", gpu.CASES[:1])
     skip = ("--skip", "decode", "update", "speed")
     assert main(["doctor", "--gpu", "--device", "cpu", "--json", *skip, "--vllm.python", "/no/python"]) == 0
     told = json.loads(capsys.readouterr().out)

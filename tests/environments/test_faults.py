@@ -10,9 +10,10 @@ import pytest
 from cohort.environments import Step
 from cohort.environments.shapes import LIVE
 from cohort.errors import EpisodeError
-from tests.environments.test_host import alive, balance, processes
+from tests.environments.test_host import balance, processes
 from tests.environments.test_training import ROWS, trainer
 from tests.environments.worlds import AsyncFaulty, Faulty
+from tests.test_workers import alive
 from tests.train.harness import metrics_of, rows_of
 
 DIGIT = "[0-9]"

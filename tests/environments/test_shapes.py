@@ -15,7 +15,7 @@ from cohort.environments.shapes import LIVE, choose, find_environments, perform,
 from cohort.environments.tools import text_of
 from cohort.errors import ConfigError, DataError
 from tests.conftest import each
-from tests.environments.worlds import AsyncDesk, AsyncWorld, Desk, World
+from tests.environments.worlds import AsyncWorld, Desk, World
 
 
 class Gym:
@@ -49,13 +49,6 @@ def test_shapes_are_recognised_from_classes_and_functions(tmp_path):
     assert (made.name, made.steps, made.is_async) == ("AsyncWorld", True, True)
     assert sorted(line.split()[0] for line in log.read_text().splitlines()) == ["closed", "closed", "made", "made"]
     assert not recognise(Gym).tools
-
-
-def test_methods_that_are_tools():
-    desk, async_desk = recognise(Desk), recognise(AsyncDesk)
-    assert list(desk.tools) == ["add", "fail", "hang"]
-    assert desk.tools["add"].parameters["properties"] == {"number": {"type": "integer", "description": "What to add."}}
-    assert (desk.steps, desk.is_async, async_desk.is_async) == (False, False, True)
 
 
 def test_a_probe_with_an_async_close_is_closed_also_in_a_notebook():

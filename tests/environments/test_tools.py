@@ -282,14 +282,6 @@ class TestRefused:
 class TestToolbox:
     box = Toolbox([add, search, "calculator"])
 
-    def test_holds_tools_by_name(self):
-        assert list(self.box) == ["add", "search", "calculator"]
-        assert [schema["function"]["name"] for schema in self.box.schemas] == list(self.box)
-
-    def test_names_that_clash_are_refused(self):
-        with pytest.raises(ConfigError, match="two tools have the name 'add'"):
-            Toolbox([add, functools.partial(add, b=2)])
-
     def test_a_row_s_subset(self):
         assert list(self.box.subset(["calculator", "add", "add"])) == ["calculator", "add"]
         assert list(self.box.subset([])) == []
@@ -369,9 +361,6 @@ class TestTextOf:
     )
     def test_of(self, result, text):
         assert text_of(result) == text
-
-    def test_megabytes(self):
-        assert len(text_of("x" * 5_000_000)) == 5_000_000
 
     def test_an_object_without_a_text_raises_its_error(self):
         """The caller treats it as an exception of the tool."""

@@ -248,16 +248,6 @@ def test_a_resumed_run_is_the_run(tmp_path):
         assert torch.equal(one, other)
 
 
-@pytest.mark.slow
-def test_a_run_that_is_stopped_while_it_plays(tmp_path):
-    """Episodes that have ended are kept with their turns; the others begin anew."""
-
-    def make(folder):
-        return trainer(folder, environment_factory=Count, regex="[0-9]", hidden=64, max_steps=1)
-
-    assert_stops_change_nothing(make, tmp_path, lambda total: (total // 3, total // 2, 3 * total // 4))
-
-
 class Board(Count):
     """Shows what it draws."""
 
@@ -321,12 +311,23 @@ class Absent(Count):
             {"environment_factory": Absent},
             r"row 0: Absent.reset needs the column 'budget'; the data has prompt, answer\.",
         ),
+        ({"environment_factory": {"one": Count}}, "row 0: the column 'environment' must name one of one"),
         ({"reward_funcs": "environment_reward", "tools": [add]}, "needs an environment that gives rewards"),
         ({"reward_funcs": "environment_reward"}, "needs an environment that gives rewards"),
         ({"environment_factory": Count, "history": "full"}, "expected 'append', 'template', .* got 'full'"),
     ],
     ids=[
-        *("hints", "names", "no step", "no turns", "few environments", "process", "process in Python", "column"),
+        *(
+            "hints",
+            "names",
+            "no step",
+            "no turns",
+            "few environments",
+            "process",
+            "process in Python",
+            "column",
+            "environment",
+        ),
         *("no rewards of tools", "no rewards", "history"),
     ],
 )
@@ -334,24 +335,6 @@ def test_what_cannot_work_is_refused_before_the_model_is_loaded(tmp_path, monkey
     monkeypatch.setattr("cohort.trainer.load_policy", None)
     with pytest.raises((ConfigError, DataError), match=message):
         trainer(tmp_path / "run", **{"reward_funcs": few_calls} | arguments)
-
-
-class Picky(Count):
-    def reset(self, difficulty):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        (Picky, "row 0: .*reset needs .*difficulty"),
-        ({"one": Count}, "row 0: the column 'environment' must name one of one"),
-    ],
-)
-def test_rows_that_an_environment_cannot_begin_with_are_refused(tmp_path, monkeypatch, factory, message):
-    monkeypatch.setattr("cohort.trainer.load_policy", None)
-    with pytest.raises(DataError, match=message):
-        trainer(tmp_path / "run", environment_factory=factory)
 
 
 def test_a_template_without_tools_is_refused(tmp_path, monkeypatch):

@@ -13,166 +13,63 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-SMALL = {
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "sliding_window": 6,
-    # experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    # multi-head latent attention
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    # state spaces and linear attention
-    "state_size": 8,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 4,
-    "mamba_d_ssm": 64,
-    "mamba_dt_rank": 4,
-    "mamba_expand": 2,
-    "use_mamba_kernels": False,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "chunk_size": 4,
-    # older names
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-    "n_inner": 48,
-    "ffn_dim": 48,
-    "init_std": 0.2,
-    "d_model": 32,
-    "d_inner": 48,
-    "d_head": 8,
-    "n_layers": 2,
-    "n_heads": 4,
-    "num_layers": 2,
-    "num_heads": 4,
-    "attention_heads": 4,
-    "num_kv_heads": 2,
-    "ffn_hidden_size": 48,
-    "max_seq_len": 128,
-    "n_ctx": 128,
-    "dff": 48,
-    "emb_dim": 32,
-    "word_embed_proj_dim": 32,
-    "rotary_dim": 4,
-    # windows
-    "attention_window_size": 6,
-    "attention_chunk_size": 6,
-    "window_size": 6,
-    "local_attention": 6,
-    "query_pre_attn_scalar": 8,
-    # sparse attention
-    "index_topk": 4,
-    "index_head_dim": 8,
-    "index_n_heads": 16,  # with few of them, scores are 0 after the ReLU, and ties are broken by chance
-    "index_block_size": 4,
-    "index_topk_blocks": 2,
-    "shared_experts_intermediate_size": 16,
-    "shared_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "dense_intermediate_size": 48,
-    "intermediate_size_mlp": 48,
-    "moe_num_experts": 4,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "time_step_rank": 4,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
-    "lru_width": 32,
-    "ssm_state_size": 8,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 37,
-    "laurel_rank": 4,
-    "router_hidden_size": 8,
-    # multipliers
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.5,
-    "attention_multiplier": 0.3,
-    "logits_scaling": 2.0,
-    "logit_scale": 0.3,
-    "output_multiplier": 0.4,
-    "lm_head_multiplier": 0.4,
-    "key_multiplier": 0.7,
-    "attention_in_multiplier": 1.3,
-    "attention_out_multiplier": 0.6,
-    "ssm_in_multiplier": 1.2,
-    "ssm_out_multiplier": 0.8,
-    "mlp_multipliers": [0.8, 1.2],
-    "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
-    "embedding_scale": 3.0,
-    "routed_scaling_factor": 1.7,
-    "router_scaling_factor": 1.7,
-    "moe_router_scaling_factor": 1.7,
-    "route_scale": 1.7,
+OF_VALUE: dict[Any, str] = {
+    37: "vocab_size vocab_size_per_layer_input",
+    32: "hidden_size n_embd d_model emb_dim word_embed_proj_dim lru_width",
+    48: "intermediate_size n_inner ffn_dim d_inner ffn_hidden_size dff dense_intermediate_size intermediate_size_mlp",
+    2: "num_hidden_layers num_key_value_heads bos_token_id num_experts_per_tok mamba_expand "
+    "linear_num_key_heads n_layer n_layers num_layers num_kv_heads index_topk_blocks moe_k moe_topk",
+    4: "num_attention_heads num_experts num_local_experts n_routed_experts qk_rope_head_dim mamba_chunk_size "
+    "mamba_dt_rank linear_num_value_heads chunk_size n_head n_heads num_heads attention_heads rotary_dim "
+    "index_topk index_block_size moe_num_experts time_step_rank linear_num_heads laurel_rank",
+    8: "head_dim kv_lora_rank q_lora_rank qk_nope_head_dim v_head_dim state_size mamba_n_heads mamba_d_head "
+    "mamba_d_state linear_key_head_dim linear_value_head_dim d_head query_pre_attn_scalar index_head_dim "
+    "linear_head_dim ssm_state_size mamba_num_heads mamba_head_dim hidden_size_per_layer_input "
+    "router_hidden_size",
+    128: "max_position_embeddings n_positions max_seq_len n_ctx",
+    0.2: "initializer_range init_std",
+    0: "pad_token_id",
+    1: "eos_token_id n_group topk_group first_k_dense_replace",
+    6: "sliding_window attention_window_size attention_chunk_size window_size local_attention",
+    16: "moe_intermediate_size shared_expert_intermediate_size index_n_heads shared_experts_intermediate_size "
+    "shared_intermediate_size moe_shared_expert_intermediate_size",
+    64: "mamba_d_ssm",
+    3.0: "embedding_multiplier embedding_scale",
+    0.5: "residual_multiplier",
+    0.3: "attention_multiplier logit_scale",
+    0.4: "output_multiplier lm_head_multiplier",
+    0.7: "key_multiplier",
+    1.3: "attention_in_multiplier",
+    0.6: "attention_out_multiplier",
+    1.2: "ssm_in_multiplier",
+    0.8: "ssm_out_multiplier",
+    1.7: "routed_scaling_factor router_scaling_factor moe_router_scaling_factor route_scale",
 }
+SMALL: dict[str, Any] = {name: value for value, names in OF_VALUE.items() for name in names.split()}
+SMALL |= {"mlp_multipliers": [0.8, 1.2], "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7], "logits_scaling": 2.0}
+SMALL["use_mamba_kernels"] = False
 """Settings of the small models, of which each config takes those that it has."""
+
+COMMON = {"vocab_size": 37, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "initializer_range": 0.2}
+ATTENTION = COMMON | {
+    name: SMALL[name]
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+}
+ATTENTION["max_position_embeddings"] = 128
+"""Settings of a small transformer with grouped queries."""
 
 LATENT = {"num_key_value_heads": 4, "head_dim": 4}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+INKLING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 6}
+INKLING |= {"d_rel": 4, "rel_extent": 128}
 ONE_BY_ONE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT),
+    **dict.fromkeys(["glm_moe_dsa", "minicpm3", "youtu", "dots3_note_text"], LATENT),
     **dict.fromkeys(
-        [
-            "axk1",
-            "axk2",
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "glm4_moe_lite",
-            "glm_moe_dsa",
-            "minicpm3",
-            "youtu",
-        ],
-        LATENT,
+        ["afmoe", "beam", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "gemma3_text", "gpt_oss"], WINDOWS
     ),
-    **dict.fromkeys(
-        [
-            "afmoe",
-            "beam",
-            "cohere2",
-            "cohere2_moe",
-            "exaone4",
-            "exaone_moe",
-            "gemma3_text",
-            "gpt_oss",
-            "granite_swa",
-            "granitemoe_swa",
-            "olmo3",
-            "mellum",
-            "ministral",
-            "mimo_v2_flash",
-        ],
-        WINDOWS,
-    ),
+    **dict.fromkeys(["granite_swa", "granitemoe_swa", "olmo3", "mellum", "ministral", "mimo_v2_flash"], WINDOWS),
     **dict.fromkeys(["olmo_hybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], LINEAR),
     "bamba": {"attn_layer_indices": [1]},
     "kimi_linear": LATENT | LINEAR,
@@ -183,35 +80,15 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 2,
     },
     "dots1": {"n_shared_experts": 1},
-    "dots3_note_text": LATENT,
     "gemma3n_text": {"num_kv_shared_layers": 1, "num_hidden_layers": 4, "layer_types": WINDOWS["layer_types"] * 2},
     "gemma4_text": {"global_head_dim": 16, "num_kv_shared_layers": 0},
     "gemma4_unified_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "inkling_text": {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 6,
-        "d_rel": 4,
-        "rel_extent": 128,
-    },
-    "inkling2_text": {
-        "layer_types": ["hybrid_sliding", "hybrid"],
-        "swa_num_key_value_heads": 2,
-        "swa_num_attention_heads": 4,
-        "swa_head_dim": 8,
-        "sliding_window_size": 6,
-        "d_rel": 4,
-        "rel_extent": 128,
-    },
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-    },
+    "inkling_text": INKLING,
+    "inkling2_text": INKLING | {"layer_types": ["hybrid_sliding", "hybrid"]},
+    "jamba": dict.fromkeys(["attn_layer_period", "expert_layer_period"], 2)
+    | dict.fromkeys(["attn_layer_offset", "expert_layer_offset"], 1),
     "jetmoe": {"kv_channels": 8},
     "rwkv": {"attention_hidden_size": 32, "context_length": 128},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -259,19 +136,19 @@ OLDER = Version(transformers.__version__) < Version("5.23")
 """Than the version that the tests are written for."""
 
 
-def small_config(model_type: str) -> Any:
+def small_config(model_type: str, **changes: Any) -> Any:
     """The small config of a model type."""
     if model_type not in CONFIG_MAPPING and OLDER:
         pytest.skip(f"transformers {transformers.__version__} does not have {model_type} yet")
     cls = CONFIG_MAPPING[model_type]
     known = {*cls().to_dict(), *cls.attribute_map}
     settings = {name: value for name, value in SMALL.items() if name in known}
-    return cls(**settings | ONE_BY_ONE.get(model_type, {}))
+    return cls(**settings | ONE_BY_ONE.get(model_type, {}) | changes)
 
 
-def small_model(model_type: str) -> Any:
+def small_model(model_type: str, **changes: Any) -> Any:
     """A random model with the small config, in float32."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels that are not installed
-        return AutoModelForCausalLM.from_config(small_config(model_type))
+        return AutoModelForCausalLM.from_config(small_config(model_type, **changes))

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.lean import LeanBackend
 from cohort.types import Prompt
 from tests.conftest import tiny_llama
-from tests.rollout.test_families import FAMILIES
+from tests.families.configs import small_model
 from tests.rollout.test_local_engine import LetterTokenizer
 from tests.train.harness import make_trainer, same_parameters, untimed_metrics_of
 
@@ -33,9 +32,7 @@ def test_sampler_and_trainer_agree(compute, tolerance):
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_the_lean_path_is_right_for_its_families(family, compute):
     # An engine tries its path on the model and passes over one that is wrong: being lean is having passed.
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family])).cuda()
-    engine = LocalEngine(Policy(model, Precision(torch.float32, compute)), LetterTokenizer(), (1,))
+    engine = LocalEngine(Policy(small_model(family).cuda(), Precision(torch.float32, compute)), LetterTokenizer(), (1,))
     assert isinstance(engine.backend, LeanBackend)
 
 

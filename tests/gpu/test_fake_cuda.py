@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from cohort import GRPOConfig
 from cohort.config import LoraConfig
@@ -19,10 +19,9 @@ from cohort.rollout.lean import LeanBackend
 from cohort.train import assign_advantages, find_budget, lay_out, policy_logps, update
 from cohort.train.update import UpdateResult
 from cohort.types import Prompt
-from tests.families.configs import small_model
+from tests.families.configs import small_config, small_model
 from tests.gpu.fake import driver, fake_cuda
-from tests.policy.plain import COMPLETIONS, GPT, PROMPTS, TEMPERATURE
-from tests.rollout.test_families import FAMILIES
+from tests.policy.plain import COMPLETIONS, PROMPTS, TEMPERATURE
 from tests.rollout.test_local_engine import LetterTokenizer
 from tests.train.updates import all_sequences, context_for, rollout
 
@@ -41,9 +40,9 @@ backward = pytest.mark.skipif(driver() is None, reason="needs tests/gpu/no_drive
 
 
 def made(family, precision=HALF, **changes):
-    settings = (GPT if family == "gpt2" else FAMILIES[family] | WIDE) | changes
+    config = small_config(family, **({} if family == "gpt2" else WIDE) | changes)
     with torch.device("cuda"):
-        return Policy(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)), precision)
+        return Policy(AutoModelForCausalLM.from_config(config), precision)
 
 
 @pytest.mark.parametrize("family", [*LEAN, "gpt2"])

@@ -14,7 +14,6 @@ from tests.objective.batches import Batch
 
 Surrogate = Callable[[Batch, Tensor], Tensor]
 Term = Callable[[int, int], Tensor]
-INFINITY = float("inf")
 
 
 def fixed(value: Tensor) -> Tensor:
@@ -304,31 +303,6 @@ def kl_of(name: str) -> Surrogate | None:
     if name == "reinforce_pp_baseline":
         return kl_k2(MEAN[name])
     return kl_unbiased(MEAN[name], "sampler" if name in TO_SAMPLER else "old")
-
-
-def kl_token(direction: str, weigh) -> Surrogate:
-    """A detached weight of (b, lp, i, n) times k2 (reverse) or k3 (forward), per token."""
-
-    def term(b, lp, i, n):
-        d = b.ref[n] - lp[n]
-        return fixed(weigh(b, lp, i, n)) * (d**2 / 2 if direction == "reverse" else torch.exp(d) - d - 1)
-
-    return lambda b, lp: seq_mean(b, lambda i, n: term(b, lp, i, n))
-
-
-def kl_sequence(direction: str, anchor: str | None) -> Surrogate:
-    """A detached sequence weight times k2 or k3 of the whole sequence's log-ratio, once per token in the mean."""
-
-    def surrogate(b, lp):
-        total = torch.zeros((), dtype=torch.float64)
-        for tokens in b.tokens:
-            d = sum((b.ref[n] - lp[n] for n in tokens), torch.zeros((), dtype=torch.float64))
-            weight = fixed(product(lp, getattr(b, anchor), tokens)) if anchor else 1.0
-            value = d**2 / 2 if direction == "reverse" else torch.exp(d) - d - 1
-            total = total + weight * value / max(len(tokens), 1)
-        return total / len(b.tokens)
-
-    return surrogate
 
 
 def gradient_of(surrogate: Surrogate, batch: Batch) -> tuple[Tensor, float]:

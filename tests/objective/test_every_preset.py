@@ -17,8 +17,6 @@ from tests.objective.surrogates import (
     geometric,
     gradient_of,
     kl_of,
-    kl_sequence,
-    kl_token,
     min_clip,
     ppo,
     product,
@@ -211,38 +209,7 @@ def test_rules_that_no_preset_uses(name):
     assert policy_value(objective, batch) == pytest.approx(value, rel=1e-12, abs=1e-12)
 
 
-# KL forms -----------------------------------------------------------------------------------------------------------
-
-
-def one(b, lp, i, n):
-    return torch.ones((), dtype=torch.float64)
-
-
-def ratio_to(anchor):
-    return lambda b, lp, i, n: torch.exp(lp[n] - getattr(b, anchor)[n])
-
-
-def prefix_to(anchor):
-    return lambda b, lp, i, n: product(lp, getattr(b, anchor), b.tokens[i][: b.tokens[i].index(n) + 1])
-
-
-def kl_forms():
-    for direction in ("reverse", "forward"):
-        both = {"direction": direction}
-        yield {**both, "correction": "none"}, kl_token(direction, one)
-        yield {**both, "scope": "sequence", "correction": "none"}, kl_sequence(direction, None)
-        for anchor in ("old", "sampler"):
-            to = {**both, "anchor": anchor}
-            yield {**to, "correction": "token_ratio"}, kl_token(direction, ratio_to(anchor))
-            yield {**to, "correction": "prefix_product"}, kl_token(direction, prefix_to(anchor))
-            yield {**to, "scope": "sequence", "correction": "sequence_weight"}, kl_sequence(direction, anchor)
-
-
-@each(("settings", "surrogate"), list(kl_forms()), ids=lambda v: "-".join(v.values()) if type(v) is dict else "")
-def test_every_form_of_the_kl_in_the_loss(settings, surrogate):
-    batch, objective = random_batch(0), PRESETS["default"].replace(kl={"beta": BETA, **settings})
-    expected = -BETA * gradient_of(surrogate, batch)[0]
-    torch.testing.assert_close(coefficients_of(objective, batch).kl_N, expected, rtol=1e-12, atol=1e-12)
+# The KL beside the policy term; tests/exact has the gradient of every form of it ----------------------------------
 
 
 @pytest.mark.parametrize("kl", [{"place": "reward"}, {"place": "advantage"}, {"estimator": "full"}], ids=str)

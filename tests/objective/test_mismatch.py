@@ -126,12 +126,6 @@ def test_several_rules_multiply():
     torch.testing.assert_close(twice.weight_N, doubles(4.0, 0.0625, 1.0, 4.0, 0.25), rtol=1e-14, atol=0)
 
 
-def test_no_rule_is_a_weight_of_one():
-    got = weigh()
-    assert got.weight_N.tolist() == [1.0] * 5
-    assert not got.dropped_N.any()
-
-
 def test_a_hugely_unlikely_token_stays_finite():
     got = weigh(MismatchWeight(level="sequence"), rho=(1e300, 1e-300), sequence=torch.tensor([0, 1]))
     torch.testing.assert_close(got.weight_N, doubles(2.0, math.exp(-20)), rtol=1e-12, atol=0)

@@ -34,11 +34,6 @@ def test_a_level_that_is_unknown_or_lacks_its_sequences():
             leveled_log_ratio(GAPS, level)
 
 
-def test_the_ratio_of_equal_policies_is_exactly_one():
-    logps = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    assert importance_ratio(logps, logps).tolist() == [1.0] * 100
-
-
 def test_a_huge_log_ratio_is_held_and_stays_finite():
     ratio = importance_ratio(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]))
     assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)], rel=1e-5)

@@ -87,13 +87,6 @@ def test_a_taper_clamps_the_weight_by_the_advantages_sign():
     assert apply(wide, ratios, advantages).phi_N.tolist() == pytest.approx([0.5, 2.0, 0.5, 3.0, 2.0], rel=1e-14)
 
 
-def test_no_trust_region_is_the_ratio():
-    got = apply(None, [0.1, 1.0, 7.0], [1.0, -1.0, 2.0])
-    torch.testing.assert_close(got.phi_N, doubles(0.1, 1.0, 7.0))
-    torch.testing.assert_close(got.value_N, doubles(0.1, -1.0, 14.0))
-    assert got.side_N.tolist() == [0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("signed", "phi", "side"),
     [

@@ -8,7 +8,7 @@ import torch
 from cohort.policy import Distribution, PackedRows, Policy, Precision
 from cohort.types import Support
 from tests.conftest import family_model, tiny_llama
-from tests.rollout.test_families import ATTENTION, COMMON
+from tests.families.configs import ATTENTION, small_model
 from tests.rollout.test_lean import disturbed
 
 SINGLE = Precision(torch.float32, torch.float32)
@@ -22,17 +22,17 @@ COMPLETIONS = [(4, 6, 1), (8, 8, 8, 8, 8, 1), (1,), (12, 13), tuple(range(3, 15)
 WEIGHTS = torch.linspace(-1, 2, sum(map(len, COMPLETIONS)), dtype=torch.float64)
 TEMPERATURE = 0.8
 
-GPT = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 WINDOW = ATTENTION | {"sliding_window": 6}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
-def model_of(family, settings):
+def model_of(family, settings=None):
+    """With its settings in full; None: those of ``small_config``."""
     torch.manual_seed(0)
-    return disturbed(family_model(family, **settings))
+    return disturbed(family_model(family, **settings) if settings else small_model(family))
 
 
-def policy_of(family, settings, precision=DOUBLE):
+def policy_of(family, settings=None, precision=DOUBLE):
     return Policy(model_of(family, settings).to(precision.master), precision)
 
 

@@ -13,17 +13,15 @@ from cohort.policy.custom_attention import CustomAttention
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import PlainPasses, SharedPasses
 from tests.conftest import telling, tiny_llama
-from tests.families.configs import OLDER, small_model
+from tests.families.configs import ATTENTION, OLDER, small_model
 from tests.policy.plain import (
     COMPLETIONS,
     DOUBLE,
-    GPT,
     LORA,
     MIXED,
     PROMPTS,
     SINGLE,
     TEMPERATURE,
-    WINDOW,
     assert_near,
     assert_plain,
     gradients,
@@ -33,7 +31,6 @@ from tests.policy.plain import (
     weighted,
     with_peft,
 )
-from tests.rollout.test_families import ATTENTION, COMMON
 from tests.rollout.test_lean import FAMILIES as LEAN
 from tests.rollout.test_lean import TELLING as LEAN_TELLING
 
@@ -42,78 +39,29 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning", "ignore:Model has .tie_word_embeddings=True."
 )
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-PACKED = {
-    "gpt2": GPT,
-    "gpt_neox": {key: value for key, value in ATTENTION.items() if key != "num_key_value_heads"},
-    "opt": COMMON
-    | {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"max_position_embeddings": 128, "word_embed_proj_dim": 32},
-    "phi": ATTENTION,
-    "starcoder2": WINDOW,
-}
-SLOW = "apertus arcee bitnet jetmoe olmo persimmon"
-PACKED_SLOW = dict.fromkeys(SLOW.split(), ATTENTION) | {"gpt_bigcode": GPT}
-PACKED_EXPERTS = {
-    "mixtral": WINDOW | {"num_local_experts": 4},
-    "qwen2_moe": ATTENTION | EXPERTS | {"shared_expert_intermediate_size": 16},
-    "qwen3_moe": ATTENTION | EXPERTS | {"head_dim": 8},
-    "olmoe": ATTENTION | EXPERTS,
-    "granitemoe": ATTENTION | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},  # sinks
-    "deepseek_v3": ATTENTION  # keys and values of different width
-    | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    | {"n_group": 1, "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4}
-    | {"qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1},
-}
+PACKED = ["gpt2", "gpt_neox", "opt", "phi", "starcoder2"]
+PACKED_SLOW = ["apertus", "arcee", "bitnet", "jetmoe", "olmo", "persimmon", "gpt_bigcode"]
+PACKED_EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"]
+PACKED_EXPERTS += ["gpt_oss", "deepseek_v3"]  # sinks; keys and values of different width
 DELTA_RULE = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
 MAMBA = ["falcon_h1", "granitemoehybrid", "bamba", "nemotron_h", "zamba2", "mamba2"]
 RECURRENT = [*DELTA_RULE, *MAMBA, "lfm2", "lfm2_moe"]
 FIXED, WRONG = "custom attention: its attention cannot be replaced", "from the model's forward pass"
 UNKNOWN_WINDOW = "which of its layers see only part of the tokens is not known"
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 PADDED = {
-    "falcon": (COMMON | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, FIXED),
-    "gptj": (GPT | {"rotary_dim": 4}, FIXED),
-    "nemotron": (ATTENTION, "it does not hand arguments on to its attention"),
-    "diffllama": (ATTENTION, WRONG),
-    "llama4_text": (
-        ATTENTION | {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8, "attention_chunk_size": 6},
-        UNKNOWN_WINDOW,
-    ),
-    "phi3": (
-        ATTENTION
-        | {"original_max_position_embeddings": 64}
-        | {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 64}},
-        "'longrope', which changes with the sequence's length",
-    ),
-    "llama": (
-        ATTENTION | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
-        "'dynamic', which changes with the sequence's length",
-    ),
-    "bloom": (COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, FIXED),
+    **dict.fromkeys(["falcon", "gptj", "bloom"], FIXED),
+    "nemotron": "it does not hand arguments on to its attention",
+    "diffllama": WRONG,
+    "llama4_text": UNKNOWN_WINDOW,
+    "llama": "'dynamic', which changes with the sequence's length",
 }
-PADDED_SLOW = {
-    "codegen": (GPT | {"rotary_dim": 4}, FIXED),
-    "gpt_neo": (
-        COMMON
-        | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128, "window_size": 6}
-        | {"attention_types": [[["global", "local"], 1]]},
-        FIXED,
-    ),
-    "mpt": (COMMON | {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}, FIXED),
-    "biogpt": (ATTENTION, FIXED),
-    "stablelm": (ATTENTION, ""),
-    "recurrent_gemma": (
-        ATTENTION | {"attention_window_size": 6, "head_dim": 8, "lru_width": 32, "num_hidden_layers": 3},
-        WRONG,
-    ),
-    "modernbert-decoder": (ATTENTION, "all logits at once"),
+PADDED_SLOW = dict.fromkeys(["codegen", "gpt_neo", "mpt", "biogpt"], FIXED) | {
+    "stablelm": "",
+    "recurrent_gemma": WRONG,
+    "modernbert-decoder": "all logits at once",
 }
-PADDED_SINGLE = {
-    "phimoe": (WINDOW | {"num_local_experts": 4, "num_experts_per_tok": 2}, UNKNOWN_WINDOW),
-    "mamba": (COMMON | {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 8}, ""),
-}
+PADDED_SINGLE = {"phimoe": UNKNOWN_WINDOW, "mamba": ""}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 
 
 def slow(names):
@@ -133,7 +81,7 @@ TELLING = ("gpt2", "opt", "starcoder2")
 
 @pytest.mark.parametrize("name", [*telling(PACKED, *TELLING), *slow(PACKED_SLOW)])
 def test_families_with_custom_attention(name):
-    policy = policy_of(name, (PACKED | PACKED_SLOW)[name])
+    policy = policy_of(name)
     assert shares(policy), policy.passes.description
     assert isinstance(policy.passes.body, CustomAttention)
     assert_plain(policy)
@@ -166,27 +114,25 @@ def test_a_recurrence_that_is_not_replaced_is_named():
 def test_experts_with_custom_attention(name):
     """In float32: transformers' product of the experts takes no float64. Each token has its own experts, so packing
     changes only the order of sums."""
-    policy = policy_of(name, PACKED_EXPERTS[name], SINGLE)
+    policy = policy_of(name, precision=SINGLE)
     assert shares(policy), policy.passes.description
     assert_plain(policy, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("name", [*PADDED, *slow(PADDED_SLOW)])
 def test_padded_families(name):
-    settings, reason = (PADDED | PADDED_SLOW)[name]
-    policy = policy_of(name, settings)
+    policy = policy_of(name, ATTENTION | DYNAMIC if name == "llama" else None)
     assert policy.passes.description.startswith("prompts computed with every completion, padded")
-    assert reason in policy.passes.description
+    assert (PADDED | PADDED_SLOW)[name] in policy.passes.description
     assert_plain(policy)
 
 
 @pytest.mark.parametrize("name", PADDED_SINGLE)
 def test_padded_families_in_float32(name):
     """Experts and recurrent kernels compute in float32."""
-    settings, reason = PADDED_SINGLE[name]
-    policy = policy_of(name, settings, SINGLE)
+    policy = policy_of(name, precision=SINGLE)
     assert isinstance(policy.passes, PlainPasses)
-    assert reason in policy.passes.description
+    assert PADDED_SINGLE[name] in policy.passes.description
     assert_plain(policy, 1e-4, 1e-4)
 
 
@@ -194,7 +140,7 @@ SOME = ["llama", "qwen2 window, tied", "qwen3 ratio 3", "smollm3 window", "gemma
 
 
 def some(name, precision):
-    return policy_of(*(LEAN[name] if name in LEAN else (name, PACKED[name])), precision)
+    return policy_of(*LEAN.get(name, (name, None)), precision)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -396,7 +342,7 @@ def test_choosing_leaves_no_trace():
 def test_dropout_needs_padded_passes():
     """Every completion draws its own dropout."""
     assert isinstance(Policy(tiny_llama(attention_dropout=0.5), SINGLE, dropout=True).passes, PlainPasses)
-    policy = policy_of("arcee", ATTENTION, SINGLE)
+    policy = policy_of("arcee", precision=SINGLE)
     assert policy.passes.shared
     for layer in policy.model.model.layers:
         layer.self_attn.attention_dropout = 0.5

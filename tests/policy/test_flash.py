@@ -6,9 +6,9 @@ import torch
 from cohort.policy import flash
 from tests.conftest import each, telling, tiny_llama
 from tests.cuda_on_cpu import cuda_on_cpu
+from tests.families.configs import ATTENTION
 from tests.policy.plain import WINDOW, assert_plain, policy_of
 from tests.policy.test_attention import LAYOUTS, WINDOWED, assert_same, made
-from tests.rollout.test_families import ATTENTION
 from tests.train.harness import make_trainer, parameters, untimed_metrics_of
 
 FAMILIES = {"llama": ATTENTION, "mistral": WINDOW, "gemma2": WINDOW | {"head_dim": 8}, "gpt_neox": ATTENTION}

@@ -12,10 +12,9 @@ from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.lean import LeanBackend
 from cohort.rollout.runner import BackendRunner
 from cohort.types import Prompt
-from tests.conftest import family_model
 from tests.cuda_on_cpu import cuda_on_cpu
+from tests.families.configs import small_model
 from tests.policy.plain import COMPLETIONS, MIXED, PROMPTS
-from tests.rollout.test_families import FAMILIES
 from tests.rollout.test_local_engine import LetterTokenizer
 
 VIEWS = {
@@ -97,9 +96,7 @@ def compiled(function):
 
 
 def policy_of(family, layers):
-    torch.manual_seed(0)
-    model = family_model(family, **FAMILIES[family] | {"num_hidden_layers": layers})
-    policy = Policy(model, MIXED)
+    policy = Policy(small_model(family, num_hidden_layers=layers), MIXED)
     policy.torch_compile = True
     return policy
 

@@ -49,15 +49,6 @@ def test_recurrent_layers_are_lean_in_each_precision(family):
         assert type(policy.passes.body) is LeanLayers, policy.passes.description
 
 
-@pytest.mark.parametrize("precision", [SINGLE, MIXED], ids=str)
-def test_with_and_without_kernels(precision):
-    """The same numbers up to the rounding of the compute dtype; torch's attention keeps float32 between its parts."""
-    with_kernels, without = (policy_of(*LEAN["qwen3 ratio 3"], precision) for _ in range(2))
-    without.native_kernels = False
-    got, expected = gradients(with_kernels, weighted(with_kernels)), gradients(without, weighted(without))
-    assert_near(got, expected, 1e-4 if precision is SINGLE else 0.1)
-
-
 # Shapes
 
 

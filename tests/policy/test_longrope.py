@@ -6,8 +6,8 @@ import torch
 from cohort.errors import DataError, ModelError
 from cohort.policy import Policy, Precision, context_length
 from cohort.rollout import LocalEngine, RNGKey, Sampling
+from tests.families.configs import ATTENTION
 from tests.policy.plain import DOUBLE, assert_plain, model_of
-from tests.rollout.test_families import ATTENTION
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
 LENGTH = 24

@@ -6,10 +6,9 @@ import torch
 from cohort.errors import ModelError
 from cohort.policy import PackedRows, Policy
 from cohort.policy.compute import enable_checkpointing
-from tests.families.configs import small_model
+from tests.families.configs import ATTENTION, COMMON, small_model
 from tests.policy.plain import COMPLETIONS, PROMPTS, SINGLE, TEMPERATURE, assert_near, gradients, plain_logps, weighted
 from tests.policy.plain import model_of as small
-from tests.rollout.test_families import ATTENTION, COMMON
 
 EXPERTS = ATTENTION | {"num_local_experts": 4, "num_experts_per_tok": 2}
 OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "word_embed_proj_dim": 32}
@@ -40,7 +39,7 @@ def test_an_update_computes_what_the_sampler_computed(family, checkpointed):
 
 
 def test_checkpointed_layers_are_recomputed_in_evaluation_mode():
-    policy = Policy(small("arcee", ATTENTION), SINGLE)
+    policy = Policy(small("arcee"), SINGLE)
     enable_checkpointing(policy.model)
     mlp, runs = policy.model.model.layers[0].mlp, []
     mlp.register_forward_pre_hook(lambda module, _: runs.append((module.training, torch.is_grad_enabled())))
@@ -55,7 +54,7 @@ def test_checkpointed_layers_are_recomputed_in_evaluation_mode():
 
 
 def test_dropout_needs_training_mode():
-    policy = Policy(small("gpt2", COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4}), SINGLE, dropout=True)
+    policy = Policy(small("gpt2"), SINGLE, dropout=True)
     with policy.training():
         assert all(module.training for module in policy.model.modules())
     assert not policy.model.training

@@ -8,7 +8,6 @@ from tests.conftest import tiny_llama
 from tests.policy.plain import (
     COMPLETIONS,
     DOUBLE,
-    GPT,
     LONG,
     LORA,
     MIXED,
@@ -25,7 +24,6 @@ from tests.policy.plain import (
     weighted,
     with_peft,
 )
-from tests.policy.test_families import PADDED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
@@ -33,9 +31,9 @@ ALL, SINGLES, SOME = [range(7)], [[s] for s in range(7)], [[3, 0], [1, 6, 2], [5
 MODELS = {
     "llama": lambda: tiny_llama(tie_word_embeddings=False),
     "gemma2": lambda: model_of("gemma2", WINDOW | {"head_dim": 8, "query_pre_attn_scalar": 8}),
-    "gpt2": lambda: model_of("gpt2", GPT),
+    "gpt2": lambda: model_of("gpt2"),
     "lora": lambda: with_peft(LORA),
-    "falcon": lambda: model_of("falcon", PADDED["falcon"][0]),
+    "falcon": lambda: model_of("falcon"),
 }
 
 

@@ -119,20 +119,6 @@ def test_native_kernels_equal_torch(name):
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)  # float32 sums over chunks of 64
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_state_handed_over_is_one_long_pass(name):
-    function, _, inputs, shape, whole = CASES[name]
-    values, zero = inputs(90), torch.zeros(1, HEADS, *shape, dtype=torch.float64)
-    out, after = function(*values, Chunks((0, 90), CPU), zero)
-    halves = [[value] * 2 if n in whole else value.split([20, 70]) for n, value in enumerate(values)]
-    (first, second), state, outs = zip(*halves, strict=True), zero, []
-    for part in (first, second):
-        part_out, state = function(*part, Chunks((0, 20 if part is first else 70), CPU), state)
-        outs.append(part_out)
-    torch.testing.assert_close(torch.cat(outs), out, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(state, after, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize(("name", "recurrence"), [("delta rule", DELTA_RULE), ("state space", STATE_SPACE)])
 def test_a_step_is_one_token_of_each_sequence(name, recurrence):
     _, loop, inputs, shape, whole = CASES[name]

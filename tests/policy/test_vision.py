@@ -12,8 +12,8 @@ from cohort.policy.load import hidden_size
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.checks import describe_policy
 from cohort.rollout.engine import Request
+from tests.families.configs import ATTENTION
 from tests.policy.plain import SINGLE, assert_plain
-from tests.rollout.test_families import ATTENTION
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
 # peft asks transformers for something by its old name; pytest makes warnings errors.

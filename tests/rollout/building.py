@@ -1,9 +1,11 @@
-"""A process that builds the kernels, and says how many OpenMP runtimes that adds to those it has."""
+"""A process that builds a library from another source, and says how many OpenMP runtimes that adds to those it has."""
 
+import os
 from pathlib import Path
 
+import torch  # noqa: F401  # its OpenMP runtime is the one
+
 from cohort.native import build
-from cohort.rollout.native import Kernels
 
 
 def runtimes():
@@ -14,7 +16,7 @@ def runtimes():
 def main():
     before = runtimes()
     assert before
-    build.FLAGS += ("-O0",)
-    Kernels()
+    build.SOURCE = Path(os.environ["SOURCE"])
+    build.load()
     print(len(runtimes() - before))
     return 0

@@ -277,18 +277,6 @@ def test_several_end_tokens_and_ends_at_the_limit(way):
     assert at_limit
 
 
-@pytest.mark.parametrize("way", SOME_WAYS)
-def test_prompts_of_1_to_100_tokens_in_one_call(way):
-    policy = of_way(way)
-    texts = of_texts([[3 + (7 * n + place) % 30 for place in range(n)] for n in (1, 100, 2, 64, 17, 33, 8)])
-    groups = engine_of(policy, max_batch_size=4).generate(texts, 2, Sampling(6), RNGKey(0, 0))
-    pairs = [(g.prompt.token_ids, c) for g in groups for c in g.completions]
-    with torch.no_grad():
-        trained, *_ = policy.logps([p for p, _ in pairs], [drawn_ids(c) for _, c in pairs], 1.0)
-    sampled = torch.tensor([lp for _, c in pairs for lp in c.sampler_logps])
-    torch.testing.assert_close(sampled, trained.double(), rtol=0, atol=3e-5)  # float32, a recurrence of 100 tokens
-
-
 # Wrong inputs
 
 
@@ -341,15 +329,6 @@ def test_an_engine_in_use_says_so():
     with pytest.raises(ConfigError, match="sampling already"):
         engine.generate(PROMPTS, 1, Sampling(4), RNGKey(0, 0), Watch(on_completion=again))
     assert len(engine.generate(PROMPTS, 1, Sampling(4), RNGKey(0, 0))) == len(PROMPTS)
-
-
-def test_memory_follows_the_budget():
-    engine = engine_of(of_way("lean"), cache_tokens=200)
-    cells = []
-    real = engine.backend.begin
-    engine.backend.begin = lambda capacity: (real(capacity), cells.append(engine.backend.cache.tokens))
-    engine.generate(PROMPTS, 3, Sampling(40), RNGKey(0, 0))
-    assert cells[0] <= 200
 
 
 @each(
@@ -470,19 +449,6 @@ def test_a_prompt_of_no_numbers_ends_its_group_and_no_other():
                 assert group.usable.completions == ()
             elif not any(31 in drawn_ids(c) for c in wanted):
                 assert [drawn_ids(c) for c in group.completions] == [drawn_ids(c) for c in wanted]
-
-
-def test_others_are_bit_equal_beside_a_row_that_fails():
-    """At the same places in the same batch: until the first failure, and for whole runs where none moves."""
-    policy, poisoned = (Policy(tiny_llama(), FLOAT32) for _ in range(2))
-    read_as_nan(poisoned, 20)
-    texts = [prompt for prompt in PROMPTS if 20 not in prompt.token_ids]
-    free, held = (flat(engine_of(p).generate(texts, 12, Sampling(16), RNGKey(0, 0))) for p in (policy, poisoned))
-    same = [one for one, other in zip(free, held, strict=True) if other.finish_reason is not FinishReason.ERROR]
-    assert 0 < len(same) < len(free)
-    for one, other in zip(free, held, strict=True):
-        if other.finish_reason is not FinishReason.ERROR:
-            assert one == other
 
 
 # Who watches

@@ -316,20 +316,6 @@ def test_json_is_spaced_as_python_writes_it(byte_level, schema):
             after(whole, byte_level.encode(text))
 
 
-def test_a_character_may_be_spread_over_tokens(byte_level):
-    bytes_V = token_bytes(byte_level, len(byte_level))
-    single = {own: token for token, own in enumerate(bytes_V) if len(own) == 1}
-    whole = grammar(byte_level, "€|é")
-    first, second, third = (single[bytes([byte])] for byte in "€".encode())
-    starts = {bytes_V[token] for token in allowed(whole.matcher())}
-    assert starts >= {b"\xe2", b"\xc3"}
-    assert all("€".encode().startswith(own) or "é".encode().startswith(own) for own in starts)
-    assert single[b"\x82"] in allowed(after(whole, [first]))
-    assert not allowed(after(whole, [first])) & set(ENDS)
-    assert allowed(after(whole, [first, second])) == {third}
-    assert allowed(after(whole, [first, second, third])) == set(ENDS)
-
-
 def test_digits_and_letters_are_those_of_unicode_as_in_python(byte_level):
     for pattern, text in ((r"\d", "٣"), (r"\w", "é"), (r"\s", "\u2003"), ("(?i)é", "É")):
         assert re.fullmatch(pattern, text)
@@ -435,15 +421,6 @@ def test_token_bytes_spell_what_the_tokenizer_decodes(byte_level, demo_tokenizer
             assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == expected
         for token in text:
             assert "�" in tokenizer.decode([token]) or tokenizer.decode([token]).encode() == bytes_V[token]
-
-
-def test_the_demo_tokenizer_writes_numbers(demo_tokenizer):
-    # " add" cannot be spelled with its tokens, so it never begins.
-    whole = grammar(demo_tokenizer, r"( write| carry| add| [0-9])+\n####[0-9]+", ends=(1,))
-    rng = random.Random(4)
-    for _ in range(10):
-        taken = walk(whole, rng, 100, towards=(29, 33))
-        assert taken is None or re.fullmatch(r"( write| carry| [0-9])+\n####[0-9]+", demo_tokenizer.decode(taken))
 
 
 @each(

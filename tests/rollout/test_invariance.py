@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.cache import LEAST_ROWS, ROW_MULTIPLE, TOKEN_MULTIPLE, round_up
+from cohort.rollout.cache import round_up
 from cohort.rollout.lean import LeanBackend
 from cohort.types import Prompt
 from tests.conftest import family_model, telling, tiny_llama
@@ -225,47 +225,3 @@ def test_in_float32_heads_too_small_for_it_keep_the_tokens(call):
         for key, completion in run.items():
             assert drawn_ids(completion) == drawn_ids(runs[0][key])
             assert completion.sampler_logps == pytest.approx(runs[0][key].sampler_logps, abs=1e-5)  # float32
-
-
-# What it rests on: each operation of a decode step gives a row the same bits whatever is beside it.
-
-
-def numbers(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (144, 384), (256, 688), (688, 256), (576, 1536)])
-def test_a_row_of_a_product_depends_neither_on_its_place_nor_on_how_many_there_are(inputs, outputs):
-    x, weight = numbers(256, inputs), numbers(outputs, inputs)
-    whole = torch.nn.functional.linear(x, weight)
-    for rows in range(LEAST_ROWS, 257, ROW_MULTIPLE):
-        assert torch.equal(torch.nn.functional.linear(x[:rows], weight), whole[:rows])
-    for shift in (1, 3, 5):
-        assert torch.equal(torch.nn.functional.linear(x.roll(shift, 0), weight), whole.roll(shift, 0))
-
-
-def test_a_sum_does_not_depend_on_the_zeros_after_it():
-    for length in (1, 7, 16, 31, 40, 43, 80, 100, 130, 250):
-        x = numbers(16, length).exp()
-        padded = -(-length // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
-        sums = [torch.nn.functional.pad(x, (0, padded + more * TOKEN_MULTIPLE - length)).sum(-1) for more in range(12)]
-        assert all(torch.equal(one, sums[0]) for one in sums)
-
-
-@pytest.mark.parametrize(("rows", "width"), cover([3, 4, 8, 12, 20, 28, 48], [16, 32, 64]))
-def test_a_batched_product_depends_neither_on_the_keys_after_it_nor_on_its_neighbours(rows, width):
-    if rows == 3:
-        heads = 8  # rows of their own: never fewer than eight products
-        batches = (8, 16, 40)
-    else:
-        heads, batches = 1, (1, 2, 7)
-    assert heads <= batches[0]
-    q, k, p = numbers(40, rows, width), numbers(40, 256, width), numbers(40, rows, 32).exp()
-    qk = torch.bmm(q[: batches[0]], k[: batches[0], :32].mT)
-    pv = torch.bmm(p[: batches[0]], k[: batches[0], :32])
-    for batch in batches:
-        for length in (32, 64, 96, 160, 256):
-            longer = torch.bmm(q[:batch], k[:batch, :length].mT)
-            assert torch.equal(longer[: batches[0], :, :32], qk)
-            padded = torch.nn.functional.pad(p[:batch], (0, length - 32))
-            assert torch.equal(torch.bmm(padded, k[:batch, :length])[: batches[0]], pv)

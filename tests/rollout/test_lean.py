@@ -51,149 +51,118 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 WIDE = COMMON | {"head_dim": 12}  # 4 * 12 is not the hidden size
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "sliding_window": 6}
 
+
+def common(kind, **changes):
+    return kind, COMMON | changes
+
+
+def wide(kind, **changes):
+    return kind, WIDE | changes
+
+
 FAMILIES = {
-    "llama": ("llama", WIDE),
-    "llama biased, tied, ungrouped, llama3": (
+    "llama": wide("llama"),
+    "llama biased, tied, ungrouped, llama3": wide(
         "llama",
-        WIDE
-        | {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "rope_parameters": LLAMA3,
-            "tie_word_embeddings": True,
-            "num_key_value_heads": 4,
-        },
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=LLAMA3,
+        tie_word_embeddings=True,
+        num_key_value_heads=4,
     ),
-    "llama yarn": ("llama", WIDE | {"rope_parameters": YARN}),
-    "llama linear": ("llama", WIDE | {"rope_parameters": LINEAR}),
-    "mistral window, ratio 4": ("mistral", WIDE | {"sliding_window": 6, "num_key_value_heads": 1}),
-    "mistral": ("mistral", WIDE | {"sliding_window": None}),
-    "qwen2": ("qwen2", COMMON),
-    "qwen2 window, tied": (
-        "qwen2",
-        COMMON
-        | {
-            "use_sliding_window": True,
-            "sliding_window": 5,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-        },
+    "llama yarn": wide("llama", rope_parameters=YARN),
+    "llama linear": wide("llama", rope_parameters=LINEAR),
+    "mistral window, ratio 4": wide("mistral", sliding_window=6, num_key_value_heads=1),
+    "mistral": wide("mistral", sliding_window=None),
+    "qwen2": common("qwen2"),
+    "qwen2 window, tied": common(
+        "qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=1, tie_word_embeddings=True
     ),
-    "qwen3 ratio 3": ("qwen3", WIDE | {"num_attention_heads": 3, "num_key_value_heads": 1}),
-    "smollm3 ratio 3": (
-        "smollm3",
-        WIDE
-        | {
-            "num_hidden_layers": 4,
-            "no_rope_layer_interval": 2,
-            "num_attention_heads": 6,
-            "tie_word_embeddings": True,
-        },
+    "qwen3 ratio 3": wide("qwen3", num_attention_heads=3, num_key_value_heads=1),
+    "smollm3 ratio 3": wide(
+        "smollm3", num_hidden_layers=4, no_rope_layer_interval=2, num_attention_heads=6, tie_word_embeddings=True
     ),
-    "smollm3 window": ("smollm3", WIDE | TURNS | {"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True}),
-    "gemma": ("gemma", WIDE | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "gemma2": (  # caps so low that they bend most scores and logits
+    "smollm3 window": wide("smollm3", **TURNS, no_rope_layers=[1, 0, 1, 1], use_sliding_window=True),
+    "gemma": wide("gemma", num_key_value_heads=1, tie_word_embeddings=True),
+    "gemma2": wide(  # caps so low that they bend most scores and logits
         "gemma2",
-        WIDE
-        | {
-            "sliding_window": 6,
-            "query_pre_attn_scalar": 7,
-            "attn_logit_softcapping": 1.5,
-            "final_logit_softcapping": 2.0,
-            "tie_word_embeddings": True,
-        },
+        sliding_window=6,
+        query_pre_attn_scalar=7,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.0,
+        tie_word_embeddings=True,
     ),
-    "gemma3": (
+    "gemma3": wide(
         "gemma3_text",
-        WIDE
-        | TURNS
-        | {
-            "query_pre_attn_scalar": 7,
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": LINEAR,
-            },
-        },
+        **TURNS,
+        query_pre_attn_scalar=7,
+        tie_word_embeddings=True,
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": LINEAR},
     ),
     # Norms without a mean or with one, before or after a block, over a head or over all; rotations of all kinds;
     # joined matrices; MLPs beside the attention; multipliers.
-    "cohere": ("cohere", COMMON | {"logit_scale": 3.0, "tie_word_embeddings": True}),
-    "cohere2": ("cohere2", COMMON | TURNS | {"logit_scale": 3.0}),
-    "cwm": ("cwm", WIDE | TURNS),
-    "ernie4_5": ("ernie4_5", WIDE | {"use_bias": True}),
-    "exaone4": ("exaone4", WIDE | TURNS),
-    "exaone4 without windows": ("exaone4", WIDE | {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
-    "glm": ("glm", WIDE | {"attention_bias": True}),
-    "glm4": ("glm4", WIDE),
-    "granite": (
-        "granite",
-        WIDE
-        | {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+    "cohere": common("cohere", logit_scale=3.0, tie_word_embeddings=True),
+    "cohere2": common("cohere2", **TURNS, logit_scale=3.0),
+    "cwm": wide("cwm", **TURNS),
+    "ernie4_5": wide("ernie4_5", use_bias=True),
+    "exaone4": wide("exaone4", **TURNS),
+    "exaone4 without windows": wide("exaone4", sliding_window=None, layer_types=["full_attention"] * 2),
+    "glm": wide("glm", attention_bias=True),
+    "glm4": wide("glm4"),
+    "granite": wide(
+        "granite", attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=3.0
     ),
-    "helium": ("helium", COMMON | {"head_dim": 8}),
-    "hunyuan": ("hunyuan_v1_dense", WIDE),
-    "hyperclovax": ("hyperclovax", WIDE | {"use_post_norm": True, "residual_multiplier": 0.5}),
-    "ministral": ("ministral", WIDE | TURNS),
-    "olmo2": ("olmo2", COMMON),
-    "olmo3": (
+    "helium": common("helium", head_dim=8),
+    "hunyuan": wide("hunyuan_v1_dense"),
+    "hyperclovax": wide("hyperclovax", use_post_norm=True, residual_multiplier=0.5),
+    "ministral": wide("ministral", **TURNS),
+    "olmo2": common("olmo2"),
+    "olmo3": common(
         "olmo3",
-        COMMON
-        | TURNS
-        | {
-            "num_key_value_heads": 1,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": YARN,
-            },
-        },
+        **TURNS,
+        num_key_value_heads=1,
+        rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": YARN},
     ),
-    "phi3": ("phi3", WIDE | {"sliding_window": 6}),
-    "phi3 partly rotated": ("phi3", COMMON | {"partial_rotary_factor": 0.5}),
-    "seed_oss": ("seed_oss", WIDE),
+    "phi3": wide("phi3", sliding_window=6),
+    "phi3 partly rotated": common("phi3", partial_rotary_factor=0.5),
+    "seed_oss": wide("seed_oss"),
     # Sinks; experts, which the model's own modules compute.
-    "gpt_oss": (
-        "gpt_oss",
-        WIDE | TURNS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
-    ),
-    "qwen3_moe": (
-        "qwen3_moe",
-        WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-    "vaultgemma": ("vaultgemma", WIDE | TURNS | {"query_pre_attn_scalar": 7}),
+    "gpt_oss": wide("gpt_oss", **TURNS, num_local_experts=4, num_experts_per_tok=2, rope_parameters=YARN),
+    "qwen3_moe": wide("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "mixtral": wide("mixtral", num_local_experts=4, sliding_window=6),
+    "vaultgemma": wide("vaultgemma", **TURNS, query_pre_attn_scalar=7),
     # Recurrent layers: short convolutions, the gated delta rule with a gate on attention, Mamba 2 in groups.
-    "lfm2": (
-        "lfm2",
-        COMMON | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_bias": True},
-    ),
-    "qwen3_5": (
+    "lfm2": common("lfm2", layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False, conv_bias=True),
+    "qwen3_5": wide(
         "qwen3_5_text",
-        WIDE
-        | {"layer_types": ["linear_attention", "full_attention"]}
-        | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 12},
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
     ),
-    "granite4": (
+    "granite4": common(
         "granitemoehybrid",
-        COMMON
-        | {"layer_types": ["mamba", "attention"], "num_local_experts": 0, "num_experts_per_tok": 0}
-        | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2}
-        | {"shared_intermediate_size": 48, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+        layer_types=["mamba", "attention"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_n_groups=2,
+        mamba_expand=2,
+        shared_intermediate_size=48,
+        attention_multiplier=0.2,
+        residual_multiplier=0.5,
     ),
 }
-EXPERTS = {"gpt_oss", "qwen3_moe"}  # in bfloat16, rounding sends some tokens to other experts
+EXPERTS = {"gpt_oss", "mixtral", "qwen3_moe"}  # in bfloat16, rounding sends some tokens to other experts
 TELLING = telling(
     FAMILIES,
     *("llama", "llama biased, tied, ungrouped, llama3", "mistral window, ratio 4", "qwen3 ratio 3"),
@@ -489,16 +458,6 @@ def test_lora_of_a_family(family, native):
     assert gaps(logits, forward(policy, PROMPTS, OWNERS, continuations())).max() < 1e-5  # float32
 
 
-def test_lora_in_bfloat16(native):
-    pytest.importorskip("peft")
-    policy, exact = (lora_policy(precision=p, target_modules="all-linear") for p in (BFLOAT16, FLOAT32))
-    expected = forward(exact, PROMPTS, OWNERS, continuations())
-    gap = gaps(decoded(lean(policy), PROMPTS, OWNERS, continuations()), expected)
-    theirs = gaps(forward(policy, PROMPTS, OWNERS, continuations()).float(), expected)
-    assert gap.mean() < 0.03  # bfloat16; adapters make the logits larger and add a rounding to each product
-    assert gap.mean() < 1.1 * theirs.mean()
-
-
 def triple_scale(model):
     for module in model.modules():
         if isinstance(getattr(module, "scaling", None), dict):
@@ -749,15 +708,6 @@ def test_bfloat16_weights_are_made_once_per_update(family):
         assert engine.backend.weights.refreshed == made_once + update
         step_optimizer(policy)
         policy.version += 1
-
-
-def test_a_change_in_place_needs_no_new_version():
-    policy = policy_of("llama", BFLOAT16)
-    engine = engine_of(policy)
-    with torch.no_grad():
-        policy.model.model.layers[0].mlp.up_proj.weight[3, 4] += 1
-    tokens_of(engine)
-    assert engine.backend.weights.refreshed == 2
 
 
 def live_tensors():

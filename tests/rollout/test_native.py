@@ -275,13 +275,17 @@ def test_activation(shape, gelu, dtype):
 # The library
 
 
+SOURCE = f"void cohort_set_threads(void) {{}}\nint cohort_lanes(void) {{ return {KERNELS.lanes}; }}\n"
+"""Compiled at once."""
+
+
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """A process that has not asked for the library yet, an empty folder to keep it in, and a source that is compiled at
     once."""
     (tmp_path / "source").mkdir()
     source = tmp_path / "source" / "kernels.c"
-    source.write_text(f"void cohort_set_threads(void) {{}}\nint cohort_lanes(void) {{ return {KERNELS.lanes}; }}\n")
+    source.write_text(SOURCE)
     monkeypatch.setattr(build, "SOURCE", source)
     monkeypatch.setenv("COHORT_CACHE", str(tmp_path / "cache"))
     build._load_once.cache_clear()
@@ -384,7 +388,13 @@ def test_other_precisions_go_through_torch():
 def test_two_processes_may_build_at_once_and_keep_one_openmp_runtime(tmp_path):
     cache, compiled = tmp_path / "cache", tmp_path / "compiled"
     count = f"""bash -c '[[ "$*" == *--version* ]] || echo compiled >> {compiled}; exec cc "$@"' cc"""
-    processes = [warm.begin(module="tests.rollout.building", COHORT_CACHE=str(cache), CC=count) for _ in range(2)]
+    (tmp_path / "source").mkdir()
+    source = tmp_path / "source" / "kernels.c"
+    source.write_text(
+        f"int omp_get_num_threads(void);\n{SOURCE}int threads(void) {{ return omp_get_num_threads(); }}\n"
+    )
+    variables = {"COHORT_CACHE": str(cache), "CC": count, "SOURCE": str(source)}
+    processes = [warm.begin(module="tests.rollout.building", **variables) for _ in range(2)]
     said = [process.communicate(timeout=120)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert said == [["0"], ["0"]]

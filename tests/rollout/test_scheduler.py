@@ -136,37 +136,6 @@ def test_every_trajectory_is_the_one_that_it_would_be_alone(kind, rows, prompts)
         assert runner.busiest == min(rows, 3 * prompts, len(submitted))
 
 
-@each("kind", KINDS)
-def test_continued_trajectories_read_what_is_given_and_draw_on(kind):
-    given = [END, 9, END, 4]  # ends that are given end nothing
-    sampling = Sampling(30, max_turn_length=5)
-    scheduler, runner = scheduler_of(5, 4, **KINDS[kind])
-    submitted = trajectories(sampling, continues=True)
-    scheduler.submit(submitted)
-    turns = dict.fromkeys(range(len(submitted)), 0)
-
-    def extend(trajectory):
-        turns[trajectory.number] += 1
-        return given if trajectory.room > len(given) else None
-
-    run(scheduler, extend)
-    assert set(turns.values()) == {3}  # and a last one, which leaves no room
-    history = [*PROMPTS[0].token_ids]
-    for start in range(0, 30, 9):  # 5 drawn, 4 given
-        drawn = submitted[0].tokens[start : start + 5]
-        scheduler, _ = scheduler_of()
-        scheduler.submit(trajectories(Sampling(5), 1, [Prompt(0, 0, tuple(history), "", "", {})]))
-        assert run(scheduler)[0][0][: len(drawn)] == drawn
-        history += [*drawn, *given]
-    assert submitted[0].logps == [
-        -float(token) for n, token in enumerate(submitted[0].tokens) if n % 9 < 5
-    ]  # of drawn tokens only
-    if runner.keeps_rows:
-        # Each prompt once; then the last drawn token and the given ones, never the history.
-        assert sorted(map(len, runner.read))[-1] == 5
-        assert not runner.parked
-
-
 def test_parked_rows_count_and_others_decode_on():
     scheduler, runner = scheduler_of(rows=4, prompts=5)
     waits, others = trajectories(Sampling(3), 2, PROMPTS[:1], continues=True), trajectories(Sampling(7), 2, PROMPTS[1:])
@@ -230,21 +199,6 @@ def test_when_all_rows_are_parked_there_is_nothing_to_decode():
     assert scheduler.active == [submitted[2]]
 
 
-def test_a_rewritten_history_follows_the_prompt():
-    for kind in ("keeps rows", "reads again"):
-        scheduler, _ = scheduler_of(**KINDS[kind])
-        (trajectory,) = trajectories(Sampling(8, max_turn_length=3), 1, PROMPTS[:1], continues=True)
-        scheduler.submit([trajectory])
-        while scheduler.advance() is not None:
-            pass
-        trajectory.extend([6, 6], rewrite=True, vocab_size=VOCABULARY)
-        assert (trajectory.tokens, trajectory.position) == ([6, 6], 5)
-        scheduler.resume(0)
-        run(scheduler)
-        prompt = Prompt(0, 0, (*PROMPTS[0].token_ids, 6, 6), "", "", {})
-        assert trajectory.tokens[2:] == alone(trajectories(Sampling(3), 1, [prompt])[0])[0]
-
-
 def test_a_row_that_fails_ends_alone_and_is_never_parked():
     scheduler, _ = scheduler_of(fails=lambda text: text[0] == 7 and len(text) == 4)
     submitted = trajectories(Sampling(6), continues=True)
@@ -254,20 +208,6 @@ def test_a_row_that_fails_ends_alone_and_is_never_parked():
         tokens, reason = alone(t)
         failed = t.request.prompt.token_ids == (7,)
         assert ended[t.number] == ((tokens[:3], FinishReason.ERROR) if failed else (tokens, reason))
-
-
-def test_cancelled_trajectories_are_all_that_had_not_ended():
-    scheduler, runner = scheduler_of()
-    submitted = trajectories(Sampling(6))
-    scheduler.submit(submitted)
-    events = []
-    for _ in range(8):
-        scheduler.advance(events.append)
-    cancelled = scheduler.cancel()
-    assert [len(t.tokens) for t in cancelled] == [2] * 4 + [0] * 7
-    assert scheduler.unfinished == 0
-    assert not runner.rows
-    assert len(events) == sum(len(t.tokens) for t in submitted)
 
 
 def test_cancelled_trajectories_that_were_extended_leave_no_row():
@@ -280,20 +220,6 @@ def test_cancelled_trajectories_that_were_extended_leave_no_row():
     scheduler.resume(0)
     assert scheduler.cancel() == [submitted[0]]
     assert list(runner.parked) == [submitted[1].handle]
-
-
-def test_forced_tokens_are_given():
-    for kind in ("keeps rows", "reads again"):
-        scheduler, _ = scheduler_of(**KINDS[kind])
-        (trajectory,) = trajectories(Sampling(6, forced_ids=(END, 9)), 1)[:1]
-        events = []
-        scheduler.submit([trajectory])
-        run(scheduler, on_token=events.append)
-        prompt = Prompt(0, 0, (*PROMPTS[0].token_ids, END, 9), "", "", {})
-        assert trajectory.tokens == [END, 9, *alone(trajectories(Sampling(4), 1, [prompt])[0])[0]]
-        assert [event.position for event in events] == [2, 3, 4, 5]
-        assert len(trajectory.logps) == 4
-        assert scheduler.tokens_read_again == 0  # the prompt is read once
 
 
 @each(

@@ -20,7 +20,7 @@ from cohort.runs.folder import RunFolder
 from cohort.runs.models import check_saved, save_model
 from cohort.train import Optimizer, loop
 from tests.conftest import tiny_llama
-from tests.rollout.test_families import ATTENTION
+from tests.families.configs import ATTENTION
 from tests.train.harness import ROWS, checkpoints_of, digits_reward, make_trainer, parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import cohort.train.loop as loop_module
 from cohort.errors import ConfigError, PolicyMismatchError, RewardError, RunFolderError
 from tests.conftest import tiny_llama
-from tests.rollout.test_families import ATTENTION
+from tests.families.configs import ATTENTION
 from tests.train.harness import (
     ROWS,
     break_after,

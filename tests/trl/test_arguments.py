@@ -79,9 +79,3 @@ def test_names_that_are_not_there():
     with pytest.raises(ImportError, match="cohort.trl has no is_conversational: .* import other names from trl"):
         from cohort.trl import is_conversational  # noqa: F401
     assert not hasattr(cohort.trl, "__path_hooks__")
-
-
-def test_rooms_of_the_package():
-    from cohort.trl import rewards
-
-    assert rewards is cohort.trl.rewards

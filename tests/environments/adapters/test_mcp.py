@@ -74,9 +74,6 @@ class TestInProcess:
         assert toolbox.problem(ToolCall("add", {"a": 1})) == ""
         assert toolbox.problem(ToolCall("add", {"a": "1"})) == "add: the argument 'a' must be an integer, got '1'"
 
-    def test_a_call(self, toolbox):
-        assert call(toolbox, "add", a=40) == "42"
-
     def test_calls_wait_for_each_other_s_connection_only(self, toolbox):
         """One connection serves calls at the same time: three of 0.3 s take less than 0.9 s."""
         import time

@@ -90,18 +90,6 @@ def test_sampler_and_trainer_log_probs_agree(policy, start, temperature):
     assert {c.finish_reason for c in completions_of(groups)} == {FinishReason.EOS, FinishReason.LENGTH}
 
 
-def test_first_tokens_have_the_policys_frequencies(policy, start):
-    engine, _ = start(policy)
-    (group,) = engine.generate(PROMPTS[:1], 300, Sampling(1), KEY)
-    with torch.no_grad():
-        p = policy.model(torch.tensor([PROMPTS[0].token_ids])).logits[0, -1].softmax(-1).numpy()
-    counts = np.bincount([drawn_ids(c)[0] for c in group.completions], minlength=len(p))
-    # Pearson's statistic of the cells with 5 or more expected: mean k, deviation sqrt(2 k); 5 deviations above it.
-    cells = p * 300 >= 5
-    statistic = (((counts - 300 * p) ** 2) / (300 * p))[cells].sum()
-    assert statistic < cells.sum() + 5 * np.sqrt(2 * cells.sum())
-
-
 def test_a_draw_depends_on_its_key_alone(policy, start):
     engine, _ = start(policy)
     two, *_ = start(policy, 2, max_batch_size=2)
@@ -519,15 +507,6 @@ def test_requests_wait_while_no_server_answers(policy, start, monkeypatch):
         replace(expected[0], completions=expected[0].completions[:1])
     ]
     assert len(checks) == 3
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_have_the_names_of_checkpoints(tied):
-    policy = Policy(tiny_llama(tie_word_embeddings=tied), Precision(torch.float32, torch.float32))
-    names = [name for name, _ in named_weights(policy)]
-    assert ("lm_head.weight" in names) is not tied
-    assert "model.embed_tokens.weight" in names
-    assert len(names) == len(set(names)) == len(list(policy.model.named_parameters()))
 
 
 def test_weights_are_those_that_are_saved(tmp_path):

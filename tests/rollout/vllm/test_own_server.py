@@ -15,6 +15,7 @@ import pytest
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
 from cohort.rollout.vllm.own_server import OwnServer, server_arguments, server_environment
+from tests.test_workers import alive, wait_for_end
 
 API_SERVER = """
 import json, os, subprocess, sys, time
@@ -71,20 +72,6 @@ def own(python, *arguments, **more):
     return OwnServer(VLLMConfig(start=True, python=python, arguments=arguments), "some/model", dtype="float32", **more)
 
 
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def ends(pid, seconds=10.0):
-    until = time.monotonic() + seconds
-    while is_running(pid) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not is_running(pid)
-
-
 def test_a_server_answers_and_ends_with_all_it_has_started(python, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -114,7 +101,7 @@ def test_a_server_answers_and_ends_with_all_it_has_started(python, tmp_path, mon
 
     server.close()
     server.close()
-    assert ends(found["child"])
+    wait_for_end(found["child"])
     assert not server.server.is_healthy()
     assert not before.parent.exists()
 
@@ -129,10 +116,10 @@ def test_a_server_ends_when_the_trainer_is_killed(python):
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as trainer:
         child = int(trainer.stdout.readline())
-        assert is_running(child)
+        assert alive(child)
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-    assert ends(child)
+    wait_for_end(child)
 
 
 def test_a_server_that_ends_names_its_first_error_and_shows_the_end_of_its_log(python):
