@@ -194,7 +194,7 @@ def test_a_model_to_compare_with_has_not_the_rights_of_the_run(tmp_path, monkeyp
 )
 def test_a_part_of_an_override_stands_for_the_whole(tmp_path, override, settings, mine, named):
     run = stranger(tmp_path / "run", **settings)
-    (run / "starts.jsonl").write_text(json.dumps({"folder": "", "overrides": [override], "missing": {}}))
+    (run / "starts.jsonl").write_text(json.dumps({"folder": "", "overrides": [override], "missing": {}}) + "\n")
     with pytest.raises(RunFolderError, match=named):
         with_overrides_of_start(GRPOConfig(**mine, run={"output_dir": str(run)}), ())
 
@@ -234,7 +234,7 @@ def test_cohort_resume_runs_nothing_of_a_strangers_run(tmp_path, capsys, demo_mo
     settings = {"model": {"path": demo_model_path}, "data": {"train": str(tmp_path / "rows.jsonl")}}
     run = stranger(tmp_path / "run", **settings, reward={"functions": ["evil.py:f"]})
     (run / "starts.jsonl").write_text(
-        json.dumps({"folder": str(tmp_path), "overrides": ["reward.functions"], "missing": {}})
+        json.dumps({"folder": str(tmp_path), "overrides": ["reward.functions"], "missing": {}}) + "\n"
     )
     assert main(["resume", str(run)]) == 2
     assert (

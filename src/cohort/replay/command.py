@@ -28,7 +28,6 @@ from cohort.replay.weights import Before
 from cohort.report.words import cause_words, fine_share, one_line
 from cohort.runs.durable import as_json, write_atomically
 from cohort.runs.reader import Run, only_settings
-from cohort.runs.reading import steps_of
 from cohort.runs.trust import check_code, check_files, without
 
 # ----------------------------------------
@@ -375,7 +374,7 @@ def _before(folder: Path, config: GRPOConfig, stored: Stored, own: Objective, ot
 
 def _decoder(folder: Path, config: GRPOConfig, before: Before | None) -> Callable[[list[int]], str] | None:
     """The text of token ids, empty for ids that the tokenizer does not have; None without a tokenizer."""
-    steps = steps_of(folder / "checkpoints")
+    steps = list(Run(folder).checkpoints)
     if before is None and not steps:
         return None
     try:

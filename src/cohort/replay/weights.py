@@ -19,7 +19,8 @@ from cohort.replay.stored import Known, Stored
 from cohort.rollout import Sampling
 from cohort.runs.changes import take_threads
 from cohort.runs.checkpoints import Models, check_checkpoint, load_checkpoint, saved_identity
-from cohort.runs.reading import damage_named, steps_of
+from cohort.runs.reader import Run
+from cohort.runs.reading import damage_named
 from cohort.runs.starts import last_start
 from cohort.train import (
     Adaptive,
@@ -102,7 +103,7 @@ def load_before(run: Path, config: GRPOConfig, stored: Stored, objective: Object
 
 def _checkpoint(run: Path, step: int) -> Path | None:
     """The checkpoint between a step and the one before; None for the first step without one."""
-    folder, there = run / "checkpoints" / f"step-{step - 1}", steps_of(run / "checkpoints")
+    folder, there = run / "checkpoints" / f"step-{step - 1}", list(Run(run).checkpoints)
     if not folder.is_dir():
         if step == 1:
             return None

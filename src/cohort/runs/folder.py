@@ -52,8 +52,8 @@ from cohort.runs.checkpoints import (
 from cohort.runs.durable import append_line, as_json, write_atomically
 from cohort.runs.journal import StoredRollout, encode_rollout, load_rollout
 from cohort.runs.models import named_weights
-from cohort.runs.reader import only_settings, was_started
-from cohort.runs.reading import read_best, read_metrics, read_object, steps_of
+from cohort.runs.reader import Run, only_settings, was_started
+from cohort.runs.reading import metric_lines, read_best, read_object
 from cohort.runs.starts import STARTS, WRITTEN, Start, check_replaceable, clear, last_facts
 from cohort.runs.tables import write_table
 from cohort.runs.trust import check_files, remember
@@ -247,8 +247,8 @@ class RunFolder:
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """Metrics of the evaluations so far, by step; 0 is the one before the first step."""
-        lines = (line for _, line in read_metrics(self.path / "metrics.jsonl"))
-        found = {line["step"]: {key: line[key] for key in line if key.startswith("eval/")} for line in lines}
+        rows = (row for _, row in metric_lines(self.path / "metrics.jsonl"))
+        found = {row["step"]: {key: row[key] for key in row if key.startswith("eval/")} for row in rows}
         return {step: evaluated for step, evaluated in found.items() if evaluated}
 
     def record_start(self, start: Start, step: int, steps: int, facts: Mapping[str, str]) -> None:
@@ -270,7 +270,7 @@ class RunFolder:
         """Remove the lines of steps that a resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if path.exists():
-            write_atomically(path, "".join(line for line, metrics in read_metrics(path) if metrics["step"] <= step))
+            write_atomically(path, "".join(line for line, metrics in metric_lines(path) if metrics["step"] <= step))
 
     @property
     def has_summary(self) -> bool:
@@ -356,7 +356,7 @@ class RunFolder:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a complete checkpoint, in order."""
-        return steps_of(self.path / "checkpoints")
+        return list(Run(self.path).checkpoints)
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a step's checkpoint."""

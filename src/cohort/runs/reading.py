@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,6 @@ from safetensors import SafetensorError
 
 from cohort.errors import RunFolderError
 
-STEP = re.compile("step-(0|[1-9][0-9]{0,17})")
-"""Name of the folder of a checkpoint."""
 DAMAGE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError),
     SafetensorError,
@@ -54,7 +51,7 @@ def _as_object(text: bytes) -> dict[str, Any]:
     return found
 
 
-def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def metric_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """The complete lines of ``metrics.jsonl`` as text, and what each holds; none without a file. A last line that was
     not written to its end is left out.
 
@@ -66,13 +63,7 @@ def read_metrics(path: Path) -> list[tuple[str, dict[str, Any]]]:
     with damage_named(path):
         if not path.is_file():
             raise OSError("it is not a file")
-        text = path.read_bytes()
-    return parse_metrics(text, path)
-
-
-def parse_metrics(text: bytes, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """See ``read_metrics``."""
-    *lines, _ = text.split(b"\n")
+        *lines, _ = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines, 1):
         with damage_named(Path(f"{path}, line {number},")):
@@ -101,9 +92,3 @@ def read_best(path: Path) -> dict[str, Any]:
             got = f"got {found[name]!r:.40}" if name in found else "which is missing"
             raise RunFolderError(f"{path} is damaged: {name}, {got}")
     return found
-
-
-def steps_of(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, in order. Other names are ignored."""
-    found = (STEP.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)

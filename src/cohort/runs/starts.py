@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shlex
 import shutil
@@ -21,7 +20,8 @@ from typing import Any, TypeVar
 
 from cohort.config import load_config
 from cohort.errors import RunFolderError
-from cohort.runs.reading import read_best, read_metrics
+from cohort.runs.reader import Run
+from cohort.runs.reading import read_best
 
 T = TypeVar("T")
 STARTS = "starts.jsonl"
@@ -103,29 +103,16 @@ def how_to_continue(run: Path) -> str:
 
 def latest_start_step(run: Path) -> int:
     """The latest step after which a process went on; 0 if none did. A run that went on had a checkpoint."""
-    steps = (line.get("step") for line in _lines(run) if isinstance(line, dict))
+    steps = (line.get("step") for line in Run(run).starts)
     return max((step for step in steps if type(step) is int), default=0)
 
 
 def _newest(run: Path, read: Callable[[Any], T]) -> T | None:
     """What can be read of the last line of which that can be read."""
-    for line in reversed(_lines(run)):
+    for line in reversed(Run(run).starts):
         with suppress(TypeError, LookupError, AttributeError):
             return read(line)
     return None
-
-
-def _lines(run: Path) -> list[Any]:
-    """What the whole lines of a run's ``starts.jsonl`` hold: a kill may have left half a line."""
-    try:
-        texts = (run / STARTS).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []
-    found = []
-    for text in texts:
-        with suppress(ValueError, RecursionError):
-            found.append(json.loads(text))
-    return found
 
 
 # ----------------------------------------
@@ -178,17 +165,9 @@ def clear(run: Path, *, keep_journal: bool = False) -> None:
         RunFolderError: as ``check_replaceable``.
     """
     check_replaceable(run)
-    if lost := _last_step(run):
+    if lost := max((row["step"] for row in Run(run).rows), default=0):
         again = "starts again at step 1" + (" and reads what it has sampled" if keep_journal else "")
         log.warning("%s has metrics up to step %d and no checkpoint: the run %s", run, lost, again)
     for name in (one for one in WRITTEN if one != "journal" or not keep_journal):
         path = run / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _last_step(run: Path) -> int:
-    """The last step with metrics; 0 without."""
-    try:
-        return max((metrics["step"] for _, metrics in read_metrics(run / "metrics.jsonl")), default=0)
-    except RunFolderError:  # what is removed need not be whole
-        return 0

@@ -19,7 +19,7 @@ from cohort.runs.durable import MANIFEST, check_whole
 from cohort.runs.folder import RunFolder
 from cohort.runs.journal import load_rollout
 from cohort.runs.reader import only_settings
-from cohort.runs.reading import DAMAGE, parse_metrics
+from cohort.runs.reading import DAMAGE, metric_lines
 from cohort.runs.trust import check_files
 
 
@@ -87,10 +87,9 @@ def _check_table(path: Path) -> None:
 
 def _check_metrics(path: Path) -> None:
     """Check that each line is whole and that no step is missing or doubled."""
-    text = path.read_bytes()
-    steps = [metrics["step"] for _, metrics in parse_metrics(text, path)]
+    steps = [metrics["step"] for _, metrics in metric_lines(path)]
     for number, (before, step) in enumerate(pairwise(steps), 2):
         if step != before + 1:
             raise RunFolderError(f"line {number} is of step {step}; the line before it is of step {before}")
-    if text and not text.endswith(b"\n"):
+    if not path.read_bytes().endswith(b"\n") and path.stat().st_size:
         raise RunFolderError(f"line {len(steps) + 1} is damaged: it has no end")

@@ -22,7 +22,7 @@ from cohort.errors import ConfigError, RunFolderError
 from cohort.parallel import on_main
 from cohort.runs.durable import write_atomically
 from cohort.runs.folder import RunFolder, find_folder
-from cohort.runs.reading import steps_of
+from cohort.runs.reader import Run
 from cohort.runs.starts import WRITTEN
 
 log = logging.getLogger("cohort.trl")
@@ -124,7 +124,7 @@ def check_resumable(output_dir: str, resume_from: str | bool | os.PathLike[str] 
     if not resume_from:
         return False
     folder = Path(output_dir).expanduser()
-    newest = max(steps_of(folder / "checkpoints"), default=None)
+    newest = max(Run(folder).checkpoints, default=None)
     if resume_from is True:
         if newest is None:
             raise RunFolderError(f"no checkpoint to resume from in output_dir {output_dir}")
