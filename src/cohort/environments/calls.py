@@ -34,18 +34,8 @@ from cohort.types import Message
 # gpt-oss's channels have a reader of their own.
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Calls in a text. ``start`` and ``end`` include the literals around them."""
-
-    start: int
-    end: int
-    calls: tuple[ToolCall, ...]
-
-
-def formats_of(rendering: Rendering) -> Iterator[Format]:
-    """The formats that a rendering may be in. Whether one reads other calls too is for the caller to check."""
-    return (Format(rendering.text, bodies) for bodies in locate(rendering))
+Found = tuple[int, int, list[ToolCall]]
+"""Where calls in a text start and end, the literals around them included, and the calls."""
 
 
 class Format:
@@ -83,16 +73,14 @@ class Format:
         self._closes = re.compile(flexible(closing))
         self._ends = re.compile((rf"\s*+{flexible(closing)}" if closing.strip() else "") + last_literal)
 
-    def find(self, text: str) -> list[Found]:
+    def find(self, text: str) -> Iterator[Found]:
         """The calls in a text, malformed ones included. Never raises."""
-        found: list[Found] = []
         position = 0 if self._word in text else len(text)
         while (opened := self._opens.search(text, position)) is not None:
-            one = self._read(text, opened)
-            if one is not None:
-                found.append(one)
-            position = max(one.end if one else 0, opened.end(), opened.start() + 1)
-        return found
+            position = max(opened.end(), opened.start() + 1)
+            if (found := self._read(text, opened)) is not None:
+                yield found
+                position = max(found[1], position)
 
     def _read(self, text: str, opened: re.Match[str]) -> Found | None:
         begun = self._begins.match(text, opened.end())
@@ -109,7 +97,7 @@ class Format:
         except Malformed as error:
             calls = [ToolCall("", error=f"invalid tool call: {error}")]
             ends = self._ends.match(text, closed.start()) if closed else None
-        return Found(opened.start(), ends.end() if ends else len(text), tuple(calls))
+        return opened.start(), ends.end() if ends else len(text), calls
 
 
 # -- gpt-oss -----------------------------------------------------------------------------------------------------------
@@ -118,18 +106,21 @@ _MESSAGE = re.compile(r"<\|message\|>(.*?)(?:<\|(?:end|call|return)\|>|(?=<\|sta
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]{1,64})")
 
 
-def read_channels(text: str) -> tuple[str, str, list[ToolCall]]:
-    """What the policy wrote to the user, its thoughts, and its calls."""
-    said, thoughts, calls, position = list[str](), list[str](), list[ToolCall](), 0
-    for match in _MESSAGE.finditer(text):
-        header, position = text[position : match.start()], match.end()
-        recipient = _RECIPIENT.search(header)
-        if recipient:
-            calls.append(_call_of_channel(recipient[1], match[1].strip()))
-        if not recipient or calls[-1].error:
-            (thoughts if "<|channel|>analysis" in header else said).append(match[1])
-    rest = text[position:].strip() if position else text
-    return "\n".join(said) if said or thoughts else rest, "\n".join(thoughts), calls
+def _by_channels(strip: Callable[[str], str]) -> Reader:
+    def reader(text: str, _prefix: str) -> Parts:
+        said, thoughts, calls, position = list[str](), list[str](), list[ToolCall](), 0
+        for match in _MESSAGE.finditer(text):
+            header, position = text[position : match.start()], match.end()
+            recipient = _RECIPIENT.search(header)
+            if recipient:
+                calls.append(_call_of_channel(recipient[1], match[1].strip()))
+            if not recipient or calls[-1].error:
+                (thoughts if "<|channel|>analysis" in header else said).append(match[1])
+        rest = text[position:].strip() if position else text
+        content, thought = "\n".join(said) if said or thoughts else rest, "\n".join(thoughts)
+        return strip(content), calls, {"thinking": strip(thought)} if thought else {}
+
+    return reader
 
 
 def _call_of_channel(name: str, body: str) -> ToolCall:
@@ -184,14 +175,6 @@ class Bodies:
     begins: str
     textual: bool = False
     """Whether all values are text. The end of such a body is known only by the closing literal."""
-
-
-def locate(rendering: Rendering) -> Iterator[Bodies]:
-    """The bodies in a rendering, in each way in which they can be read."""
-    for find in (_json_bodies, _named_bodies, _tagged_bodies, _python_bodies):
-        bodies = find(rendering)
-        if bodies is not None:
-            yield bodies
 
 
 # -- literals ----------------------------------------------------------------------------------------------------------
@@ -584,7 +567,17 @@ class CallParser:
                 if not failure:
                     return parser
                 reason = f"{name} {failure}"
-        raise _not_found(reason, renderings)
+        if not renderings.learned:
+            raise ConfigError(
+                "the chat template does not show calls of tools: it refuses messages with 'tool_calls', or leaves the "
+                "calls out. Set data.chat_template to a template that shows them, or environment.parser to a function "
+                "that finds the calls in a turn's text"
+            )
+        raise ConfigError(
+            f"no parser for the calls of tools of this chat template: {reason}. It renders calls as\n\n"
+            f"{renderings.learned[0][1].text}\n\nSet environment.parser to a function, as in 'file.py:function', that "
+            "takes such a text and returns its calls: [{'name': ..., 'arguments': {...}}]"
+        )
 
     def parse(self, text: str, prefix: str) -> ParsedTurn:
         """The calls in a turn's text. Never raises: a malformed call has an ``error``.
@@ -620,20 +613,6 @@ class CallParser:
         return ""
 
 
-def _not_found(reason: str, renderings: CallRenderings) -> ConfigError:
-    if not renderings.learned:
-        return ConfigError(
-            "the chat template does not show calls of tools: it refuses messages with 'tool_calls', or leaves the "
-            "calls out. Set data.chat_template to a template that shows them, or environment.parser to a function that "
-            "finds the calls in a turn's text"
-        )
-    return ConfigError(
-        f"no parser for the calls of tools of this chat template: {reason}. It renders calls as\n\n"
-        f"{renderings.learned[0][1].text}\n\nSet environment.parser to a function, as in 'file.py:function', that "
-        "takes such a text and returns its calls: [{'name': ..., 'arguments': {...}}]"
-    )
-
-
 def _shown(calls: Sequence[ToolCall]) -> str:
     return ", ".join(call.error or f"{call.name}({dict(call.arguments)})" for call in calls) or "nothing"
 
@@ -654,15 +633,16 @@ def _as_json(call: ToolCall) -> ToolCall:
 def _readers(
     tokenizer: Any, rendering: Rendering, schemas: Sequence[Mapping[str, Any]], strip: Callable[[str], str]
 ) -> Iterator[tuple[str, Reader]]:
-    """The readers to try."""
+    """The readers to try. Whether one finds other calls than the rendered ones is for the caller to check."""
     # `prefix` came with transformers 5.13, which also reads `response_template`; `tools` with 5.15.
     accepted = inspect.signature(getattr(tokenizer, "parse_response", _readers)).parameters
     if getattr(tokenizer, "response_template", None) is not None and "prefix" in accepted:
         yield "response_template", _by_response_template(tokenizer, schemas if "tools" in accepted else None, strip)
     if "<|channel|>" in rendering.text:
         yield _LEARNED, _by_channels(strip)
-    for form in formats_of(rendering):
-        yield _LEARNED, _by_format(form, schemas, strip)
+    for find in (_json_bodies, _named_bodies, _tagged_bodies, _python_bodies):
+        if (bodies := find(rendering)) is not None:
+            yield _LEARNED, _by_format(Format(rendering.text, bodies), schemas, strip)
 
 
 def _by_format(form: Format, schemas: Sequence[Mapping[str, Any]], strip: Callable[[str], str]) -> Reader:
@@ -678,25 +658,14 @@ def _by_format(form: Format, schemas: Sequence[Mapping[str, Any]], strip: Callab
     def reader(text: str, prefix: str) -> Parts:
         start = thoughts_end(text, prefix)
         content, text = text[:start], text[start:]
-        found = form.find(text)
-        position = 0
-        for one in found:
-            if not any(call.error for call in one.calls):
-                content = (content + text[position : one.start]).rstrip()
-                position = one.end
+        calls, position, textual = list[ToolCall](), 0, form.bodies.textual
+        for found_at, end, found in form.find(text):
+            if not any(call.error for call in found):
+                content = (content + text[position:found_at]).rstrip()
+                position = end
+            calls += [typed(call) if textual and not call.error else call for call in found]
         content += text[position:]
-        content = content.strip() if position else content
-        textual = form.bodies.textual
-        calls = [typed(call) if textual and not call.error else call for one in found for call in one.calls]
-        return strip(content), calls, {}
-
-    return reader
-
-
-def _by_channels(strip: Callable[[str], str]) -> Reader:
-    def reader(text: str, _prefix: str) -> Parts:
-        content, thoughts, calls = read_channels(text)
-        return strip(content), calls, {"thinking": strip(thoughts)} if thoughts else {}
+        return strip(content.strip() if position else content), calls, {}
 
     return reader
 

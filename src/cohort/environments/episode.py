@@ -154,10 +154,6 @@ class TurnFormat:
         note = f"\n[{about}{count - limit:,} tokens are left out here]\n"
         return {**message, "content": f"{self.text(head)}{note}{self.text(tail)}"}
 
-    def prefix(self, token_ids: Sequence[int]) -> str:
-        """The text before a turn, for ``parse``; empty where that needs none."""
-        return self.text(token_ids) if self.parser else ""
-
     def text(self, token_ids: Sequence[int]) -> str:
         """Token ids decoded, special tokens included."""
         return decode(self.tokenizer, token_ids, special=True)
@@ -320,8 +316,8 @@ class EpisodeBatch:
                 self._host.end(episode)
 
     def _ask(self, episode: RunningEpisode, ask: Callable[[], Future[Any]], then: Then) -> None:
-        """Ask the host, and call ``then`` with the answer. If a function in this thread is interrupted, because the run
-        is to stop, the episode is cancelled."""
+        """Ask the host, and call ``then`` once the answer is there: now, or by ``_handle_ready``. If a function in this
+        thread is interrupted, because the run is to stop, the episode is cancelled."""
         try:
             with interruptible(), waiting(PLACE, partial(self._named, episode)):
                 future = ask()
@@ -331,23 +327,19 @@ class EpisodeBatch:
                 self._engine.release(episode.number)
             self._ended(episode, Settled(Ended()), reason=FinishReason.CANCELLED, failure=None)
         else:
-            self._await(episode, future, then)
-
-    def _await(self, episode: RunningEpisode, future: Future[Any], then: Then) -> None:
-        """Call ``then`` once the future is done: now, or by ``_handle_ready``."""
-        if future.done():
-            then(episode, future)
-            return
-        self._waiting.begin()
-        episode.pending = future
-
-        def arrived() -> None:
-            self._waiting.end()
-            if episode.pending is future:  # else the episode has not waited for it
-                episode.pending = None
+            if future.done():
                 then(episode, future)
+                return
+            self._waiting.begin()
+            episode.pending = future
 
-        future.add_done_callback(lambda _: self._ready.put(arrived))
+            def arrived() -> None:
+                self._waiting.end()
+                if episode.pending is future:  # else the episode has not waited for it
+                    episode.pending = None
+                    then(episode, future)
+
+            future.add_done_callback(lambda _: self._ready.put(arrived))
 
     def _handle_ready(self) -> None:
         """Go on with the episodes whose answers have arrived, and end those whose time is up."""
@@ -361,12 +353,10 @@ class EpisodeBatch:
     def _wait(self) -> None:
         """Wait for an answer: there is nothing to decode."""
         start = time.perf_counter()
-        limited = self._running if self._settings.episode_timeout is not None else ()
-        limit = min(map(self._deadline, limited), default=math.inf) - start
-        if self._watch.cancelled:
-            limit = min(limit, POLL_SECONDS)
-        if self._settings.call_timeout is not None:
-            limit = min(limit, self._settings.call_timeout)
+        limits = [self._deadline(episode) - start for episode in self._running]
+        limits += [POLL_SECONDS] if self._watch.cancelled else []
+        limits += [self._settings.call_timeout] if self._settings.call_timeout else []
+        limit = min(limits, default=math.inf)
         arrived = None
         with contextlib.suppress(queue.Empty), waiting(PLACE, self._named):
             arrived = self._ready.get(timeout=None if limit == math.inf else max(limit, 0.0))
@@ -376,7 +366,7 @@ class EpisodeBatch:
         elif self._watch.cancelled and self._watch.cancelled():
             for episode in list(self._running):
                 self._finish(episode, FinishReason.CANCELLED)
-        elif self._settings.call_timeout is not None:
+        elif self._settings.call_timeout:
             self._host.check()
         self._handle_ready()
 
@@ -419,7 +409,7 @@ class EpisodeBatch:
             return
         starts = [messages for n, messages in enumerate(shown) if messages not in shown[:n]]
         if len(starts) > 1:
-            self._check_starts(*starts[:2])
+            self._check_starts(starts)
         row, bridge = self._prompts[p], self._sampler.format.bridge
         prompts = [bridge.opening(row, messages) if messages else row for messages in starts]
         for episode, messages in zip(ready, shown, strict=True):
@@ -439,10 +429,10 @@ class EpisodeBatch:
             episode.number = number
             self._by_number[number] = episode
 
-    def _check_starts(self, first: Sequence[Message], other: Sequence[Message]) -> None:
+    def _check_starts(self, starts: Sequence[Sequence[Message]]) -> None:
         """Refuse that episodes of a group begin differently, or say what it means."""
-        what = f"the environments of one group showed different things first, {_text(first)!r:.80} and "
-        what += f"{_text(other)!r:.80}"
+        first, other = ("\n".join(str(message.get("content")) for message in shown) for shown in starts[:2])
+        what = f"the environments of one group showed different things first, {first!r:.80} and {other!r:.80}"
         if self._settings.starts == "same":
             raise EpisodeError(
                 f"{what}: rewards of a group are compared, so its episodes must begin alike. Draw what varies from the "
@@ -502,20 +492,17 @@ class EpisodeBatch:
         form, prompt = self._sampler.format, _prompt_of(episode)
         last = turn.completion.segments[-1].token_ids
         token_ids = form.bridge.after(messages, last_token=int(last[-1]), prompt=prompt)
+        room, rewrite = turn.room, False
         if self._settings.history != "append":
             whole = [message for one in episode.turns for message in one.messages]
             so_far = [*last.tolist(), *token_ids]
             rewritten = form.bridge.rewritten(prompt, form.rewrite(whole) if form.rewrite else whole, so_far)
-            if rewritten != so_far:
-                if len(rewritten) >= turn.request.sampling.max_completion_length:
-                    return False
-                self._engine.extend(turn.trajectory, rewritten, rewrite=True)
-                episode.prefix = form.prefix(rewritten)
-                return True
-        if len(token_ids) >= turn.room:
+            if rewrite := rewritten != so_far:
+                token_ids, room = rewritten, turn.request.sampling.max_completion_length
+        if len(token_ids) >= room:
             return False
-        self._engine.extend(turn.trajectory, token_ids)
-        episode.prefix = form.prefix(token_ids)
+        self._engine.extend(turn.trajectory, token_ids, rewrite=rewrite)
+        episode.prefix = form.text(token_ids) if form.parser else ""
         return True
 
     def _record(self, episode: RunningEpisode, turn: EndedTurn, answer: Answer | None = None) -> None:
@@ -590,7 +577,3 @@ class EpisodeBatch:
 def _prompt_of(episode: RunningEpisode) -> Prompt:
     assert episode.prompt is not None, "the trajectory was submitted"
     return episode.prompt
-
-
-def _text(messages: Sequence[Message]) -> str:
-    return "\n".join(str(message.get("content")) for message in messages)

@@ -80,7 +80,14 @@ class Host:
             self._boxes[shape] = Toolbox([*toolbox.values(), *shape.tools.values()])
         performers = ((shape.name, function) for shape, function in self._performers.items())
         for name, function in (*self._callers.items(), *performers):
-            self._check_that_workers_take(name, function)
+            if self._isolated and not is_async(function):
+                try:
+                    self._calls.workers.prepare(function)
+                except CallFailed as error:
+                    raise ConfigError(
+                        f"{name} cannot run in a worker process: {error}. Define it in a module, or set "
+                        "environment.tool_workers to 0 and leave environment.call_timeout unset"
+                    ) from error
         self._live: dict[Hashable, _Live] = {}
         self._closing: set[Future[Ended]] = set()
         self._open = False
@@ -195,16 +202,6 @@ class Host:
             for name, shape in self._shapes.items()
         ]
         return "\n".join([*lines, *(f"tool {tool.name}: {self._where(tool)}" for tool in self._toolbox.values())])
-
-    def _check_that_workers_take(self, name: str, function: Callable[..., Any]) -> None:
-        if self._isolated and not is_async(function):
-            try:
-                self._calls.workers.prepare(function)
-            except CallFailed as error:
-                raise ConfigError(
-                    f"{name} cannot run in a worker process: {error}. Define it in a module, or set "
-                    "environment.tool_workers to 0 and leave environment.call_timeout unset"
-                ) from error
 
     def _home(self, shape: Shape) -> Workers | None:
         """Where a new environment is to live: of several workers, in the one with the fewest."""

@@ -35,24 +35,17 @@ def problem_with(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> str
     >>> problem_with({"n": 3}, schema), problem_with({"n": "3"}, schema)
     ('', "the argument 'n' must be an integer, got '3'")
     """
-    properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
-    found = [f"the argument {key!r} is missing" for key in schema.get("required") or () if key not in arguments]
-    for key, value in arguments.items():
-        if key in properties or rest:
-            found += _problems(value, properties.get(key, rest), f"the argument {key!r}")
-        else:
-            found.append(f"unknown argument {key[:64]!r}")
-    return "; ".join(found[:4])
+    closed = {**schema, "additionalProperties": schema.get("additionalProperties") or False}
+    return "; ".join(_problems_of_object(arguments, closed, "")[:4])
 
 
 def _problems(value: Any, schema: Any, what: str) -> list[str]:
     """What is wrong with a value. A schema that is no table accepts everything."""
     if not isinstance(schema, Mapping) or (value is None and schema.get("nullable")):
         return []
-    for choices in (schema.get("anyOf"), schema.get("oneOf")):
-        if choices and all(_problems(value, choice, what) for choice in choices):
-            return [f"{what} must be {_expected(schema)}, got {_shown(value)}"]
-    if not _has_type(value, schema):
+    several = [choices for choices in (schema.get("anyOf"), schema.get("oneOf")) if choices]
+    fits_none = any(all(_problems(value, choice, what) for choice in choices) for choices in several)
+    if fits_none or not _has_type(value, schema):
         return [f"{what} must be {_expected(schema)}, got {_shown(value)}"]
     allowed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(allowed, list | tuple) and not any(value == one and type(value) is type(one) for one in allowed):
@@ -67,12 +60,15 @@ def _problems(value: Any, schema: Any, what: str) -> list[str]:
 
 
 def _problems_of_object(value: Mapping[str, Any], schema: Mapping[str, Any], what: str) -> list[str]:
+    """What is wrong with an object; with the arguments themselves, if ``what`` is empty."""
     properties, rest = schema.get("properties") or {}, schema.get("additionalProperties")
-    found = [f"{what} lacks the key {key!r}" for key in schema.get("required") or () if key not in value]
+    missing = [key for key in schema.get("required") or () if key not in value]
+    found = [f"{what} lacks the key {key!r}" if what else f"the argument {key!r} is missing" for key in missing]
     for key, item in value.items():
         if key not in properties and rest is False:
-            found.append(f"{what} has the unknown key {key[:64]!r}")
-        found += _problems(item, properties.get(key, rest), f"{what}, key {key[:64]!r},")
+            found.append(f"{what} has the unknown key {key[:64]!r}" if what else f"unknown argument {key[:64]!r}")
+        inner = f"{what}, key {key[:64]!r}," if what else f"the argument {key!r}"
+        found += _problems(item, properties.get(key, rest), inner)
     return found
 
 

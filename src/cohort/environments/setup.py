@@ -22,21 +22,6 @@ from cohort.rewards import RewardRunner, as_reward_function, environment_reward
 from cohort.rollout import Engine
 
 
-def reward_functions(acting: Acting | None, given: Sequence[Any]) -> Sequence[Any]:
-    """The reward functions of a run: those given, or without any, the environments' own reward.
-
-    Raises:
-        ConfigError: ``environment_reward`` is given, and no environment gives rewards.
-    """
-    gives_rewards = acting is not None and acting.gives_rewards
-    if not gives_rewards and any(one in ("environment_reward", environment_reward) for one in given):
-        raise ConfigError(
-            "the reward function environment_reward needs an environment that gives rewards: set environment.factory "
-            "to one whose class has `step` or `get_reward`"
-        )
-    return given or (("environment_reward",) if gives_rewards else ())
-
-
 def reward_runner(
     acting: Acting | None,
     given: Sequence[Any],
@@ -49,13 +34,23 @@ def reward_runner(
 
     Args:
         acting: the tools and environments; None without.
-        given: the reward functions, as ``reward_functions`` takes them.
+        given: the reward functions. Without any, the environments' own reward.
         config: the settings.
         not_negative: the part of the objective that accepts no negative rewards; None: there is none.
         world: the ranks.
+
+    Raises:
+        ConfigError: ``environment_reward`` is given, and no environment gives rewards.
     """
+    gives_rewards = acting is not None and acting.gives_rewards
+    if not gives_rewards and any(one in ("environment_reward", environment_reward) for one in given):
+        raise ConfigError(
+            "the reward function environment_reward needs an environment that gives rewards: set environment.factory "
+            "to one whose class has `step` or `get_reward`"
+        )
+    functions = given or (["environment_reward"] if gives_rewards else [])
     return RewardRunner(
-        [as_reward_function(one) for one in reward_functions(acting, given)],
+        [as_reward_function(one) for one in functions],
         config.reward.weights,
         config.reward,
         per_token=config.resolved_objective.credit in ("process", "given"),

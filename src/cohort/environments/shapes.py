@@ -250,6 +250,10 @@ async def perform(
         return EpisodeFailed(f"{what} {describe_error(error)}", "".join(traceback.format_exception(error)).rstrip())
 
 
+States = list[tuple[Callable[[Any], object], Any]]
+"""States of generators, each with the function that sets it."""
+
+
 class SeededDraws:
     """Blocks in which the global generators of Python, NumPy and torch go on from a seed, and not from where they are
     outside. Libraries that are not loaded have no generator.
@@ -259,18 +263,21 @@ class SeededDraws:
     """
 
     def __init__(self, seed: int | None) -> None:
-        self._seed, self._state, self._outside = seed, _Generators(), _Generators()
+        self._seed = seed
+        self._inside: States = []
+        self._outside: States = []
 
     def __enter__(self) -> None:
         if self._seed is not None:
-            self._outside = _Generators.now()
-            _seed_all(self._seed)
-            self._state.put_back()
+            self._outside = _states()
+            for _, _, reseed in _generators():
+                reseed(self._seed)
+            _restore(self._inside)
 
     def __exit__(self, *_: object) -> None:
         if self._seed is not None:
-            self._state = _Generators.now()
-            self._outside.put_back()
+            self._inside = _states()
+            _restore(self._outside)
 
     @types.coroutine
     def during(self, awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
@@ -289,34 +296,23 @@ class SeededDraws:
                 send = partial(steps.throw, error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Generators:
-    """States of generators, each with the function that sets it."""
-
-    states: tuple[tuple[Callable[[Any], object], Any], ...] = ()
-
-    @classmethod
-    def now(cls) -> _Generators:
-        """The present states."""
-        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-        found: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
-        found += [(numpy.random.set_state, numpy.random.get_state())] if numpy else []
-        found += [(torch.set_rng_state, torch.get_rng_state())] if torch else []
-        return cls(tuple(found))
-
-    def put_back(self) -> None:
-        """Set the generators."""
-        for put, state in self.states:
-            put(state)
-
-
-def _seed_all(seed: int) -> None:
+def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], object], Callable[[int], object]]]:
+    """What reads, sets and seeds each global generator."""
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    random.seed(seed)
-    if numpy:
-        numpy.random.seed(seed)
-    if torch:
-        torch.default_generator.manual_seed(seed)
+    return [
+        (random.getstate, random.setstate, random.seed),
+        *([(numpy.random.get_state, numpy.random.set_state, numpy.random.seed)] if numpy else []),
+        *([(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)] if torch else []),
+    ]
+
+
+def _states() -> States:
+    return [(put, read()) for read, put, _ in _generators()]
+
+
+def _restore(states: States) -> None:
+    for put, state in states:
+        put(state)
 
 
 async def call_tool(function: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[str, bool] | EpisodeFailed:

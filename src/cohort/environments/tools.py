@@ -10,7 +10,7 @@ import json
 import operator
 import re
 import typing
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from decimal import Context, Decimal, Inexact
 from fractions import Fraction
 from typing import Any
@@ -222,7 +222,7 @@ class Tool:
         return f"{self.name}: {found}" if found else ""
 
 
-class Toolbox(Mapping[str, Tool]):
+class Toolbox(dict[str, Tool]):
     """Tools by their names.
 
     Args:
@@ -233,23 +233,14 @@ class Toolbox(Mapping[str, Tool]):
     """
 
     def __init__(self, tools: Iterable[Any] = ()) -> None:
-        self._tools: dict[str, Tool] = {}
+        super().__init__()
         for tool in map(as_tool, tools):
-            if tool.name in self._tools:
+            if tool.name in self:
                 raise ConfigError(
                     f"two tools have the name {tool.name!r}, and the policy could not tell them apart: rename one "
                     "function, or give it another __name__"
                 )
-            self._tools[tool.name] = tool
-
-    def __getitem__(self, name: str) -> Tool:
-        return self._tools[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tools)
-
-    def __len__(self) -> int:
-        return len(self._tools)
+            self[tool.name] = tool
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -301,21 +292,15 @@ def as_tool(given: Any) -> Tool:
     if isinstance(given, Tool):
         return given
     if isinstance(given, str):
-        return _named(given)
+        if given not in BUILTIN_TOOLS and ":" not in given:
+            raise ConfigError(
+                f"unknown tool {given!r}: expected one of {', '.join(BUILTIN_TOOLS)}, 'module:function' or "
+                "'file.py:function'"
+            )
+        given = BUILTIN_TOOLS[given]() if given in BUILTIN_TOOLS else load_function(given, what="tool")
     if not callable(given):
         raise ConfigError(f"a tool must be a function or a name, got {given!r:.80}")
     return Tool(_name(given), _schema(given), given, is_async(given))
-
-
-def _named(spec: str) -> Tool:
-    if spec in BUILTIN_TOOLS:
-        return as_tool(BUILTIN_TOOLS[spec]())
-    if ":" not in spec:
-        raise ConfigError(
-            f"unknown tool {spec!r}: expected one of {', '.join(BUILTIN_TOOLS)}, 'module:function' or "
-            "'file.py:function'"
-        )
-    return as_tool(load_function(spec, what="tool"))
 
 
 def _name(function: Callable[..., Any]) -> str:

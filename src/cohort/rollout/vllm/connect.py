@@ -97,7 +97,7 @@ def _wait(servers: Sequence[Server], seconds: float, announce: Callable[[str], o
 
 
 def _check_version(server: Server) -> None:
-    found = _field(server, server.get("/version"), "version")
+    found = server.text("/version", "version")
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and OLDEST > (int(numbers[1]), int(numbers[2])) > (0, 1):  # 0.1.dev: built from source
         oldest = ".".join(map(str, OLDEST))
@@ -145,7 +145,7 @@ def _check_vocabulary(server: Server, vocab_size: int) -> None:
     # answer says how many there are.
     answer = "it accepted an unknown token id"
     try:
-        server.post(GENERATE, _one_token(0, {"logit_bias": {str(NO_TOKEN): 0.0}}))
+        server.post(GENERATE, _continuation([0], 1, logprobs=0, logit_bias={str(NO_TOKEN): 0.0}))
     except ServerError as error:
         if error.is_failure:
             raise
@@ -166,7 +166,7 @@ def _check_logps(server: Server, vocab_size: int) -> None:
     After some texts the two likeliest tokens can be equally likely, so a few are tried.
     """
     for divisor in (2, 3, 5, 7):
-        answer = server.post(GENERATE, _one_token(vocab_size // divisor, {"top_k": 1}))
+        answer = server.post(GENERATE, _continuation([vocab_size // divisor], 1, logprobs=0, top_k=1))
         try:
             (choice,) = answer["choices"]
             spans = choice["weight_versions"]
@@ -183,15 +183,10 @@ def _check_logps(server: Server, vocab_size: int) -> None:
     )
 
 
-def _one_token(token_id: int, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    settings = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-    return {"token_ids": [token_id], "sampling_params": {**settings, **parameters}}
-
-
-def _field(server: Server, answer: Any, name: str) -> str:
-    if not isinstance(answer, dict) or name not in answer:
-        raise ServerError(server.url, f"/{name}", f"expected a {name}, got {answer!r:.80}")
-    return str(answer[name])
+def _continuation(token_ids: Sequence[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
+    """The body of a request to continue a text."""
+    settings = {"max_tokens": max_tokens, "temperature": 1.0, "seed": 0, "ignore_eos": True, "detokenize": False}
+    return {"token_ids": token_ids, "sampling_params": {**settings, **parameters}}
 
 
 # ----------------------------------------
@@ -237,12 +232,21 @@ class ServerProbe:
             PolicyMismatchError: the mean gap is above the threshold.
         """
         text_N, drawn, drawn_N = self._scored(server)
-        ours_N = self._logps(self.token_ids + drawn)
+        with torch.no_grad():
+            text = [self.token_ids[:1]], [self.token_ids[1:] + drawn]
+            ours_N = self.policy.logps(*text, temperature=1.0).logps_N.cpu()
         theirs_N = torch.tensor(text_N + drawn_N, dtype=torch.float64)
         gaps_N = (theirs_N - ours_N).abs()
         parts = gaps_N[: len(text_N)].mean(), gaps_N[len(text_N) :].mean()
         mean, largest = float(torch.stack(parts).max()), float(gaps_N.max())  # NaN if one of them is
-        self._check(server, mean, largest)
+        if not mean <= (threshold := self.threshold(server)):  # NaN is not
+            raise PolicyMismatchError(
+                f"{server.url} does not compute the policy: its log-probabilities of a fixed text are {mean:.3g} nats "
+                f"from the trainer's on average and {largest:.3g} at most, with the same weights (limit "
+                f"{threshold:g}). Start the server with the policy's model and without --quantization; if it is so and "
+                "the gap is small, set vllm.probe_threshold above it; else vLLM does not load this architecture's "
+                "weights: use rollout.engine 'local'"
+            )
         return {"vllm/probe_gap": mean, "vllm/probe_gap_max": largest}
 
     def threshold(self, server: Server) -> float:
@@ -251,30 +255,11 @@ class ServerProbe:
             return self._threshold
         return max(THRESHOLDS[self.policy.precision.compute], THRESHOLDS.get(self._dtypes[server], 0.0))
 
-    def _check(self, server: Server, mean: float, largest: float) -> None:
-        threshold = self.threshold(server)
-        if mean <= threshold:  # NaN is not
-            return
-        raise PolicyMismatchError(
-            f"{server.url} does not compute the policy: its log-probabilities of a fixed text are {mean:.3g} nats from "
-            f"the trainer's on average and {largest:.3g} at most, with the same weights (limit {threshold:g}). Start "
-            "the server with the policy's model and without --quantization; if it is so and the gap is small, set "
-            "vllm.probe_threshold above it; else vLLM does not load this architecture's weights: use rollout.engine "
-            "'local'"
-        )
-
     def _scored(self, server: Server) -> tuple[list[float], list[int], list[float]]:
         """What a server says of the text: the log-probs of its tokens from the second on, a continuation, and its
         log-probs."""
-        settings = {"temperature": 1.0, "seed": 0, "ignore_eos": True, "detokenize": False}
-        scored = server.post(
-            GENERATE,
-            {"token_ids": self.token_ids, "sampling_params": {**settings, "max_tokens": 1, "prompt_logprobs": 0}},
-        )
-        drawn = server.post(
-            GENERATE,
-            {"token_ids": self.token_ids, "sampling_params": {**settings, "max_tokens": DRAWN_TOKENS, "logprobs": 0}},
-        )
+        scored = server.post(GENERATE, _continuation(self.token_ids, 1, prompt_logprobs=0))
+        drawn = server.post(GENERATE, _continuation(self.token_ids, DRAWN_TOKENS, logprobs=0))
         try:
             text_N = [
                 float(entry[str(token)]["logprob"])
@@ -284,8 +269,3 @@ class ServerProbe:
             return text_N, [int(one["token_id"]) for one in content], [float(one["logprob"]) for one in content]
         except (TypeError, KeyError, ValueError, IndexError) as error:
             raise ServerError(server.url, GENERATE, f"unexpected answer to the probe ({error!r})") from None
-
-    @torch.no_grad()
-    def _logps(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """The policy's log-probs of all tokens but the first."""
-        return self.policy.logps([token_ids[:1]], [token_ids[1:]], temperature=1.0).logps_N.cpu()

@@ -15,21 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World, on_main
 from cohort.policy import Policy, context_length, named_weights, placeholder_ids
 from cohort.policy.device import release_memory
 from cohort.rollout.checks import check_finished, check_requests, describe_policy
-from cohort.rollout.engine import (
-    Capabilities,
-    EndedTurn,
-    Engine,
-    Request,
-    TokenEvent,
-    Watch,
-)
+from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, TokenEvent, Watch
 from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.rollout.vllm.fleet import Fleet
 from cohort.rollout.vllm.server import (
@@ -54,12 +47,8 @@ ADMIN_SECONDS = 60.0
 """Time limit of a request that pauses, labels or resumes a server."""
 
 
-class Answer(NamedTuple):
-    """The outcome of a request."""
-
-    epoch: int
-    trajectory: Trajectory
-    outcome: DrawnTurn | Exception
+Answer = tuple[int, Trajectory, DrawnTurn | Exception]
+"""The epoch of a request, whose it was, and its outcome."""
 
 
 class VLLMEngine(Engine):
@@ -231,7 +220,7 @@ class VLLMEngine(Engine):
         except Exception as error:
             outcome = error
         if outcome is not None:
-            self._answers.put(Answer(epoch, trajectory, outcome))
+            self._answers.put((epoch, trajectory, outcome))
 
     def _drawn(self, epoch: int, prompt: int, body: dict[str, Any]) -> DrawnTurn | None:
         """Send a request to a server, and to others while servers fail; None if it was cancelled."""
@@ -248,7 +237,14 @@ class VLLMEngine(Engine):
             with self.fleet.slot(self._homes.get(prompt)) as server:
                 self._homes[prompt] = server
                 try:
-                    return self._answer_of(server, body)
+                    return read_answer(
+                        server,
+                        server.post(GENERATE, body, timeout=self.request_timeout),
+                        max_tokens=body["sampling_params"]["max_tokens"],
+                        end_token_ids=self.end_token_ids,
+                        vocab_size=self.policy.vocab_size,
+                        version=self.fleet.version,
+                    )
                 except ServerError as error:
                     if epoch != self._epoch:
                         return None
@@ -257,17 +253,6 @@ class VLLMEngine(Engine):
                     self.fleet.fail(server, error.reason, outdated=isinstance(error, WrongWeightsError))
         given_up = f"a completion was given up after {attempts} attempts:"
         raise self.fleet.failure(given_up if self.fleet.live else "no vLLM server is left:")
-
-    def _answer_of(self, server: Server, body: dict[str, Any]) -> DrawnTurn:
-        answer = server.post(GENERATE, body, timeout=self.request_timeout)
-        return read_answer(
-            server,
-            answer,
-            max_tokens=body["sampling_params"]["max_tokens"],
-            end_token_ids=self.end_token_ids,
-            vocab_size=self.policy.vocab_size,
-            version=self.fleet.version,
-        )
 
     def _advance(self, watch: Watch) -> bool:
         """Call the callbacks, and take the next answer if there is one."""
@@ -280,17 +265,14 @@ class VLLMEngine(Engine):
                 self._end(trajectory, FinishReason.CANCELLED)
         if self._under_way:
             with suppress(Empty):
-                answer = self._answers.get(timeout=POLL_SECONDS if watch.on_step or watch.cancelled else None)
-                self._take(answer, watch)
+                timeout = POLL_SECONDS if watch.on_step or watch.cancelled else None
+                epoch, trajectory, outcome = self._answers.get(timeout=timeout)
+                if epoch == self._epoch:
+                    del self._under_way[trajectory.number]
+                    if isinstance(outcome, Exception):
+                        raise outcome
+                    self._record(trajectory, outcome, watch)
         return True
-
-    def _take(self, answer: Answer, watch: Watch) -> None:
-        if answer.epoch != self._epoch:
-            return
-        del self._under_way[answer.trajectory.number]
-        if isinstance(answer.outcome, Exception):
-            raise answer.outcome
-        self._record(answer.trajectory, answer.outcome, watch)
 
     def _record(self, trajectory: Trajectory, drawn: DrawnTurn, watch: Watch) -> None:
         """Append what was drawn."""
@@ -343,22 +325,16 @@ class VLLMEngine(Engine):
             for server in loaded:
                 fleet.take_in(server)
             measured["seconds/weights"] = time.perf_counter() - start
+            probe, probed = self.probe or (lambda _: {}), list[Mapping[str, float]]()
             for server in loaded:
-                for name, value in self._probed(server).items():
-                    measured[name] = max(value, measured.get(name, value))
+                self._succeeds(server, lambda one: probed.append(probe(one)))
+            for name, value in (item for found in probed for item in found.items()):
+                measured[name] = max(value, measured.get(name, value))
         if not fleet.live:
             raise fleet.failure("no vLLM server has taken the weights:")
         return label, fleet.left_out, measured
 
-    def _probed(self, server: Server) -> Mapping[str, float]:
-        """The probe's metrics of a server; none without a probe, and of one that fails in it, which is left out."""
-        try:
-            return self.probe(server) if self.probe else {}
-        except ServerError as error:
-            self.fleet.fail(server, str(error), outdated=True)
-            return {}
-
-    def _succeeds(self, server: Server, act: Any) -> bool:
+    def _succeeds(self, server: Server, act: Callable[[Server], object]) -> bool:
         """Whether a server did something; it is left out otherwise."""
         try:
             act(server)

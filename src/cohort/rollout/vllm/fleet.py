@@ -55,7 +55,7 @@ class Fleet:
     def live(self) -> list[Server]:
         """The servers that get requests, in the order of the settings."""
         with self._changed:
-            return self._live()
+            return [server for server in self.servers if not self._states[server].left_out]
 
     @property
     def outdated(self) -> list[Server]:
@@ -122,8 +122,11 @@ class Fleet:
         """
         with self._changed:
             due = time.monotonic() - (0.0 if now else RECHECK_SECONDS)
-            states = [(server, self._states[server]) for server in self.servers]
-            found = [server for server, state in states if self._returns(state) and state.checked <= due]
+            found = [
+                server
+                for server, state in self._states.items()
+                if state.left_out and state.version == self.version and state.checked <= due
+            ]
             for server in found:
                 self._states[server].checked = time.monotonic()
         for server in found:
@@ -159,23 +162,13 @@ class Fleet:
             reasons = [f"  {server.url}: {self._states[server].left_out or 'it answers'}" for server in self.servers]
         return EngineError(f"{what}\n" + "\n".join(reasons))
 
-    def _returns(self, state: ServerState) -> bool:
-        """Whether a server may be taken back without new weights."""
-        return bool(state.left_out) and state.version == self.version
-
-    def _live(self) -> list[Server]:
-        return [server for server in self.servers if not self._states[server].left_out]
-
     def _choose(self, preferred: Server | None) -> Server | None:
         """The server of the next request; None while all are full."""
-        live = self._live()
-        if not live:
+        if not (live := self.live):
             raise self.failure("no vLLM server is left:")
         busy = {server: self._states[server].in_flight for server in live}
         free = [server for server in live if busy[server] < self.max_in_flight]
-        if not free:
-            return None
-        least = min(free, key=busy.__getitem__)
-        if preferred in free and preferred is not None and busy[preferred] <= busy[least] + KEEP_TOGETHER:
+        least = min(free, key=busy.__getitem__, default=None)
+        if preferred in free and preferred is not None and busy[preferred] <= min(busy.values()) + KEEP_TOGETHER:
             return preferred
         return least

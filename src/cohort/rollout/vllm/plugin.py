@@ -41,6 +41,7 @@ class ServerDescription:
     has_tokenizer: bool
     sizes: Mapping[str, int]
     """Every size in the model's config: ``hidden_size``, ``vocab_size``, ..."""
+    quantization: str | None
 
 
 def describe_server(server: Server) -> ServerDescription:
@@ -51,28 +52,18 @@ def describe_server(server: Server) -> ServerDescription:
         ServerError: it does not answer.
     """
     try:
-        answer = server.post("/collective_rpc", {"method": "cohort_describe"})
-        found = answer["results"][0]
-        quantization = found["quantization"]
-        workers = int(server.get("/get_world_size")["world_size"])
-        description = ServerDescription(
-            getattr(torch, found["dtype"]),
-            found["device"],
-            workers,
-            found["transfer"],
-            bool(found["can_sleep"]),
-            bool(found["has_tokenizer"]),
-            found["sizes"],
-        )
+        found = {**server.post("/collective_rpc", {"method": "cohort_describe"})["results"][0]}
+        dtype, workers = getattr(torch, found.pop("dtype")), int(server.get("/get_world_size")["world_size"])
+        description = ServerDescription(dtype=dtype, workers=workers, **found)
     except ServerError as error:
         if error.status is None:
             raise
         raise ConfigError(f"{server.url} cannot receive weights ({error.reason}). {how_to_start()}") from None
     except (TypeError, KeyError, IndexError, AttributeError) as error:
         raise ConfigError(f"{server.url} describes itself in an unknown way ({error!r}). {how_to_start()}") from None
-    if quantization is not None:
+    if description.quantization is not None:
         raise ConfigError(
-            f"{server.url} quantizes the weights ({quantization}): start it without, they are sent in full"
+            f"{server.url} quantizes the weights ({description.quantization}): start it without, they are sent in full"
         )
     return description
 

@@ -13,6 +13,7 @@ import json
 import math
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
@@ -49,13 +50,12 @@ class Server:
 
     Args:
         url: ``http://HOST:PORT``.
-        timeout: time limit of a request in seconds, where the call sets none.
 
     Raises:
         ConfigError: the address is malformed.
     """
 
-    def __init__(self, url: str, *, timeout: float = 60.0) -> None:
+    def __init__(self, url: str) -> None:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
@@ -64,7 +64,6 @@ class Server:
         if parts.scheme != "http" or not parts.hostname or port == 0 or parts.path.strip("/") or parts.query:
             raise ConfigError(f"vllm.url: expected an address such as 'http://127.0.0.1:8000', got {url!r}")
         self.host, self.port = parts.hostname, port or 80
-        self.timeout = timeout
         shown = f"[{self.host}]" if ":" in self.host else self.host
         self.url = f"http://{shown}:{self.port}"
         self._open: set[http.client.HTTPConnection] = set()
@@ -73,37 +72,27 @@ class Server:
     def __repr__(self) -> str:
         return f"Server({self.url!r})"
 
-    def get(self, path: str, *, timeout: float | None = None, **query: str) -> Any:
-        """``request`` with the method GET."""
-        return self.request("GET", path, query=query, timeout=timeout)
+    def get(self, path: str, *, timeout: float = 60.0) -> Any:
+        """As ``post``, with the method GET."""
+        return self._request("GET", path, None, timeout)
 
-    def post(self, path: str, body: Any = None, *, timeout: float | None = None, **query: str) -> Any:
-        """``request`` with the method POST."""
-        return self.request("POST", path, body, query=query, timeout=timeout)
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        query: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-    ) -> Any:
+    def post(self, path: str, body: Any = None, *, timeout: float = 60.0, **query: str) -> Any:
         """Send a request; return the decoded JSON of the answer, None if it is empty.
 
         Args:
-            method: of HTTP.
             path: of the route.
             body: is sent as JSON. None: nothing.
+            timeout: seconds without a byte from the server.
             query: parameters in the address.
-            timeout: seconds without a byte from the server. None: the server's.
 
         Raises:
             ServerError: no connection, no answer in time, a status other than 2xx, or an answer that is not JSON.
         """
-        limit = self.timeout if timeout is None else timeout
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=limit)
+        return self._request("POST", f"{path}?{urlencode(query)}" if query else path, body, timeout)
+
+    def _request(self, method: str, target: str, body: Any, timeout: float) -> Any:
+        path = target.partition("?")[0]
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout)
         with self._lock:
             self._open.add(connection)
         try:
@@ -111,11 +100,11 @@ class Server:
             headers = {"Connection": "close", "Accept": "application/json"}
             if content is not None:
                 headers["Content-Type"] = "application/json"
-            connection.request(method, f"{path}?{urlencode(query)}" if query else path, content, headers)
+            connection.request(method, target, content, headers)
             response = connection.getresponse()
             status, text = response.status, response.read()
         except TimeoutError:
-            raise ServerError(self.url, path, f"no answer within {limit:g} s") from None
+            raise ServerError(self.url, path, f"no answer within {timeout:g} s") from None
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(self.url, path, _words(error)) from None
         finally:
@@ -135,10 +124,8 @@ class Server:
             connections = list(self._open)
         for connection in connections:
             if connection.sock is not None:
-                try:
+                with suppress(OSError):  # closed already
                     connection.sock.shutdown(socket.SHUT_RDWR)
-                except OSError:  # closed already
-                    continue
 
     def is_healthy(self, *, timeout: float = 5.0) -> bool:
         """Whether ``/health`` answers."""
@@ -150,10 +137,14 @@ class Server:
 
     def weights_version(self) -> str:
         """The label of the weights that the server samples with."""
-        answer = self.get("/weight_info")
-        if not isinstance(answer, dict) or not isinstance(answer.get("weight_version"), str):
-            raise ServerError(self.url, "/weight_info", f"expected a weight_version, got {answer!r:.80}")
-        return str(answer["weight_version"])
+        return self.text("/weight_info", "weight_version")
+
+    def text(self, path: str, name: str) -> str:
+        """A text in the answer of a route. Raises ``ServerError`` without it."""
+        answer = self.get(path)
+        if not isinstance(answer, dict) or not isinstance(answer.get(name), str):
+            raise ServerError(self.url, path, f"expected a {name}, got {answer!r:.80}")
+        return str(answer[name])
 
     def check_private(self) -> None:
         """Check that the address is on the loopback device or on a private network.

@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -84,10 +84,17 @@ class FileTransport(WeightTransport):
 
     def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:  # noqa: ARG002
         """See ``WeightTransport``."""
-        dtype = _common_dtype(self._descriptions, servers)
+        dtypes = {server: self._descriptions[server].dtype for server in servers}
+        dtype = dtypes[servers[0]]
+        if len(set(dtypes.values())) > 1:
+            found = ", ".join(f"{server.url} {str(one).removeprefix('torch.')}" for server, one in dtypes.items())
+            raise EngineError(
+                f"the vLLM servers have weights of different dtypes ({found}): start all with one --dtype"
+            )
+        converted = ((name, _converted(tensor, dtype, torch.device("cpu"))) for name, tensor in weights)
         folder = Path(tempfile.mkdtemp(prefix="cohort-weights-", dir=self._parent))
         try:
-            for number, part in enumerate(_parts(_converted(weights, dtype))):
+            for number, part in enumerate(_parts(converted)):
                 save_file(part, folder / f"part-{number:05d}.safetensors")
             body = {"method": "cohort_load", "kwargs": {"folder": str(folder)}}
             return _to_each(servers, lambda server: server.post("/collective_rpc", body, timeout=self.timeout))
@@ -150,8 +157,8 @@ class GroupTransport(WeightTransport):
         try:
             with ThreadPoolExecutor(1) as threads:
                 loading = threads.submit(server.post, "/update_weights", {"update_info": info}, timeout=self.timeout)
-                for (_, tensor), dtype in zip(weights, dtypes, strict=True):
-                    kept = tensor.detach().to(where, dtype).contiguous()
+                for _, tensor in weights:
+                    kept = _converted(tensor, found.dtype, where)
                     _wait(self._groups[server].broadcast(kept, 0), loading)
                 loading.result()
         except BaseException:
@@ -237,24 +244,9 @@ def _group(store: Any, size: int, backend: str, timeout: timedelta, device: torc
     return group
 
 
-def _common_dtype(descriptions: Mapping[Server, ServerDescription], servers: Sequence[Server]) -> torch.dtype:
-    """The dtype of the servers' weights.
-
-    Raises:
-        EngineError: they differ, so no weights fit all.
-    """
-    found = {server: descriptions[server].dtype for server in servers}
-    if len(set(found.values())) > 1:
-        shown = ", ".join(f"{server.url} {str(dtype).removeprefix('torch.')}" for server, dtype in found.items())
-        raise EngineError(f"the vLLM servers have weights of different dtypes ({shown}): start all with one --dtype")
-    return next(iter(found.values()))
-
-
-def _converted(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Weights on the CPU, floating-point ones in a dtype."""
-    for name, tensor in weights:
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
-        yield name, tensor.detach().to("cpu", kind).contiguous()
+def _converted(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A weight on a device, in a dtype if it is a floating-point one."""
+    return tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
 
 
 def _parts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
