@@ -21,7 +21,7 @@ from typing import Any
 
 from cohort.config import DataConfig
 from cohort.data import LengthLimit, PromptSet, load_data
-from cohort.data.rows import BATCH
+from cohort.data.source import BATCH
 
 CHAT = """{%- if messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- else %}{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif %}

@@ -101,23 +101,6 @@ def test_without_control_tokens_the_ids_are_those_of_the_whole_text(name):
         assert encoder.encode(pieces) == whole
 
 
-@each("inner", [False, True])
-@each("name", FAMILIES)
-def test_a_frame_that_is_tokenized_once_gives_the_ids_of_the_whole_text(name, inner):
-    family = FAMILIES[name]
-    encoder, token = Encoder(family.tokenizer), family.control[0]
-    for first, last in (("user\n", f"\n{token}\n"), (f"{token}\n{token}a: ", f"{token}\nb"), (token, "\n")):
-        for text in ("42", "", " two \n\n", "\n", f"x{token} y", token[:-1]):
-            pieces = [first, Given(text), last]
-            assert encoder.encode_framed(pieces, inner=inner) == encoder.encode(pieces, inner=inner)
-
-
-def test_a_frame_is_not_cut_where_its_token_takes_the_whitespace_beside_it():
-    encoder = Encoder(characters(special("<a>"), special("<b>"), special("<b>!", lstrip=True)))
-    pieces = ["<a>", Given(" x "), "<b>!"]
-    assert encoder.encode_framed(pieces) == encoder.encode(pieces)
-
-
 def test_no_space_is_added_to_text_that_follows_other_text():
     backend = Tokenizer(models.BPE({UNKNOWN: 0, "\u2581": 1, "a": 2, "b": 3}, [], unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)

@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cohort.config import DataConfig, Source
 from cohort.data import LengthLimit, PromptSet, load_data
-from cohort.data.prompts import spread
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS
 from tests.conftest import each
@@ -191,13 +188,3 @@ def test_where_the_limit_comes_from():
         full.check(np.array([4, 17]), "the training data", str)
     with pytest.raises(DataError, match="600 tokens: lower --max-tokens; the longest prompt has 700"):
         full.check(np.array([700]), "the training data", str)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=300))
-def test_the_spread_of_lengths(lengths):
-    low, median, most, high = spread(np.array(lengths))
-    assert (low, high) == (min(lengths), max(lengths))
-    for percent, bound in ((50, median), (99, most)):  # the smallest length that so large a share does not exceed
-        assert 100 * sum(length <= bound for length in lengths) >= percent * len(lengths)
-        assert 100 * sum(length < bound for length in lengths) < percent * len(lengths)

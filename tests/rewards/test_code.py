@@ -228,6 +228,9 @@ def test_humaneval_rows():
     check = "def check(candidate):\n    assert candidate(x=4) == 8"
     assert score("def sum(x): return 8", check, entry_point="sum")[0] == 1.0
     assert score("class Solution:\n    def f(self, x): return 2 * x", check, entry_point="Solution().f")[0] == 1.0
+    # The tested function is the program's, even where the standard library has one of its name.
+    floors = "assert f(2) == 2\nassert floor(f(2)) == 2"
+    assert score("def f(x): return x", floors, entry_point="floor")[0] == 0.0
 
 
 @needs_bwrap

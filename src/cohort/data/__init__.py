@@ -5,8 +5,7 @@ from cohort.data.load import Data, check_held_out, load_data, load_sets
 from cohort.data.loader import DataCursor, InMemoryLoader, PromptLoader, StreamingLoader
 from cohort.data.prompts import LengthLimit, PromptSet, unknown_tokens
 from cohort.data.render import columns_of, filled
-from cohort.data.rows import Row
-from cohort.data.source import file_format, load_rows, read_lines
+from cohort.data.source import Row, file_format, load_rows, read_lines
 
 
 def prompt_loader(prompts: PromptSet, config: DataConfig, *, seed: int) -> PromptLoader:

@@ -6,16 +6,12 @@ control token, and the tool could end its own message and speak as the user or t
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from cohort.errors import ConfigError
-
-MAX_FRAMES = 1000
-"""Maximum number of frames that are kept: every row may have its own template variables."""
 
 Span = tuple[int, int]
 
@@ -24,20 +20,6 @@ class Given(str):
     """Text that no template wrote: a tool's, an environment's or the policy's."""
 
     __slots__ = ()
-
-
-class Frame(NamedTuple):
-    """A template's text around given text. Only what lies between its innermost control tokens has to be tokenized
-    with the given text."""
-
-    before: list[int]
-    """Ids up to the last control token before the given text."""
-    first: str
-    """The template's text between that token and the given text."""
-    last: str
-    """The template's text between the given text and the next control token."""
-    after: list[int]
-    """Ids from that token on."""
 
 
 class Encoder:
@@ -73,11 +55,9 @@ class Encoder:
         ]
         self._control = {number: token.content for number, token in added}
         self._unknown = tokenizer.unk_token_id
-        plain = [one for _, one in added if not (one.lstrip or one.rstrip or one.single_word or one.normalized)]
-        self._plain = any_of(one.content for one in plain)
-        self._frame = functools.lru_cache(MAX_FRAMES)(self._make_frame)
         self._pattern = any_of(self._control.values())
-        self._special = special_tokens(tokenizer)
+        self.special = special_tokens(tokenizer)
+        """Its ``split`` cuts a text around the special tokens that it spells: text, token, text, and so on."""
         self._anchor = next((token.content for _, token in added if not (token.rstrip or token.lstrip)), "")
         """A control token to put before text that follows other text: some tokenizers add a space to the first word."""
 
@@ -99,35 +79,10 @@ class Encoder:
         self._backend.encode_special_tokens = False
         return self._encode(text, given, inner)
 
-    def encode_framed(self, pieces: Sequence[str], *, inner: bool = False) -> list[int]:
-        """``encode`` for pieces that begin and end with a template's text, of which there are few: it is tokenized
-        once."""
-        first, *texts, last = pieces
-        frame = self._frame(first, last, inner)
-        middle = self.encode([frame.first, *texts, frame.last], inner=inner or bool(frame.before))
-        return [*frame.before, *middle, *frame.after]
-
-    def _make_frame(self, first: str, last: str, inner: bool) -> Frame:
-        start = max((found.end() for found in self._plain.finditer(first)), default=0)
-        following = self._plain.search(last)
-        end = following.start() if following else len(last)
-        before = self.encode([first[:start]], inner=inner) if start else []
-        after = self.encode([last[end:]], inner=True) if following else []
-        frame = Frame(before, first[start:], last[:end], after)
-        for text in ("x", " x \n", "\nx\t", "1"):
-            middle = self.encode([frame.first, Given(text), frame.last], inner=inner or bool(before))
-            if [*before, *middle, *after] != self.encode([first, Given(text), last], inner=inner):
-                return Frame([], first, last, [])
-        return frame
-
     def control_token(self, text: str) -> str | None:
         """The control token at the start of a text, after whitespace."""
         found = self._pattern.match(text.lstrip())
         return found and found.group()
-
-    def split_special(self, text: str) -> list[str]:
-        """The text cut around the special tokens that it spells: text, token, text, and so on."""
-        return self._special.split(text)
 
     def _encode(self, text: str, given: Sequence[Span], inner: bool) -> list[int]:
         shift = len(self._anchor) if inner else 0
@@ -137,10 +92,7 @@ class Encoder:
         offsets, forged = encoding.offsets if matches else (), dict[int, Span]()
         for index in matches:
             start, end = offsets[index + bool(shift)]
-            start, end = start - shift, end - shift
-            if any(a < end and start < b for a, b in given) and (
-                span := self._forged(ids[index], text, (start, end), given)
-            ):
+            if span := self._forged(ids[index], text, (start - shift, end - shift), given):
                 forged[index] = span
         if not forged:
             return ids

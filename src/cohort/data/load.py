@@ -15,7 +15,7 @@ import numpy as np
 from cohort.config import DataConfig, Source, shown_name
 from cohort.config.schema import check_set_name, parse_slice
 from cohort.data.render import Renderer, check_columns
-from cohort.data.rows import (
+from cohort.data.source import (
     BATCH,
     INDEX,
     PREFIX,
@@ -24,12 +24,14 @@ from cohort.data.rows import (
     RowTable,
     as_number,
     check_column,
-    check_renames,
     counted,
+    is_stream,
     make_filter,
+    open_source,
+    read_source,
     rename,
+    select_split,
 )
-from cohort.data.source import is_stream, open_source, read_source, select_split
 from cohort.errors import DataError
 
 RowStream = Callable[[], Iterator[tuple[int, Row]]]
@@ -320,16 +322,14 @@ def _open(
     first = list(itertools.islice(opener(), BATCH))
     if not first:
         raise DataError(f"{where} has no rows")
-    columns = list(dict.fromkeys(column for row in first if isinstance(row, Mapping) for column in row))
-    new_names = check_renames(settings.columns, columns, where)
-    columns = [new_names.get(column, column) for column in columns]
-    keep = None if settings.filter is None else make_filter(settings.filter, columns, where)
+    sample = RowTable.of([row for row in first if isinstance(row, Mapping)], settings.columns, where)
+    keep = None if settings.filter is None else make_filter(settings.filter, sample.columns, where)
 
     def kept() -> Iterator[tuple[int, Row]]:
         for number, row in enumerate(opener()):
             if not isinstance(row, Mapping):
                 raise DataError(f"{where}, row {number}: expected a mapping of columns, got {type(row).__name__}")
-            renamed = rename(row, new_names)
+            renamed = rename(row, sample.new_names)
             if keep is None or keep(renamed, f"{where}, row {number}"):
                 yield number, renamed
 
@@ -341,7 +341,7 @@ def _open(
     if not used:
         raise DataError(f"{where}: no row is left by data.filter and data.select")
     numbers, rows = map(list, zip(*used, strict=True))
-    table = RowTable(rows, tuple(dict.fromkeys(itertools.chain(columns, *rows))), numbers, {}, where)
+    table = RowTable(rows, tuple(dict.fromkeys(itertools.chain(sample.columns, *rows))), numbers, {}, where)
     if evaluation:
         return table, f"the first {counted(rows)} of a stream", None
     words = [f"data.{setting}" for setting in ("filter", "select") if getattr(settings, setting) is not None]

@@ -17,7 +17,7 @@ import numpy as np
 from cohort.config import DataConfig
 from cohort.data.load import Interleaving
 from cohort.data.prompts import PromptSet
-from cohort.data.rows import Row
+from cohort.data.source import Row
 from cohort.errors import DataError
 from cohort.types import Prompt
 from cohort.watchdog import waiting
@@ -83,6 +83,8 @@ class PromptLoader(ABC):
         seed: determines the orders.
     """
 
+    _order_in_words: str
+
     def __init__(self, prompts: PromptSet, config: DataConfig, *, seed: int) -> None:
         self.prompts, self._config, self._seed = prompts, config, seed
         self._interleaving = Interleaving(prompts.data.weights or [1])
@@ -113,10 +115,7 @@ class PromptLoader(ABC):
 
     def describe(self) -> list[str]:
         """Sources, lengths and order in words, one line each."""
-        return [*self.prompts.describe(), f"order: {self._describe_order()}"]
-
-    @abstractmethod
-    def _describe_order(self) -> str: ...
+        return [*self.prompts.describe(), f"order: {self._order_in_words}"]
 
     def _generator(self, epoch: int, lane: int) -> np.random.Generator:
         """The random numbers of one epoch of a lane."""
@@ -142,6 +141,7 @@ class InMemoryLoader(PromptLoader):
         super().__init__(prompts, config, seed=seed)
         self._lanes = [np.asarray(lane) for lane in prompts.lanes()]
         self._rule = "measured" if config.curriculum == "measured" else config.order
+        self._order_in_words = ORDERS[self._rule].format(config.curriculum)
         self._keys: np.ndarray | None = None
         if self._rule == "curriculum":
             self._keys = prompts.data.curriculum_values(str(config.curriculum))[prompts.row_indices]
@@ -171,9 +171,6 @@ class InMemoryLoader(PromptLoader):
             if not np.isnan(reward):
                 latest[self._index(cursor, uid)] = reward
         return DataCursor(end, rewards=latest, orders={**cursor.orders, **orders}), {}
-
-    def _describe_order(self) -> str:
-        return ORDERS[self._rule].format(self._config.curriculum)
 
     def _index(self, cursor: DataCursor, position: int) -> int:
         """Index of the prompt at a position."""
@@ -223,6 +220,8 @@ class StreamingLoader(PromptLoader):
         super().__init__(prompts, config, seed=seed)
         numbers = list(range(len(prompts.data.sources)))
         self._sources_of_lanes = [[number] for number in numbers] if prompts.data.weights else [numbers]
+        shuffled = f"shuffled within a buffer of {config.shuffle_buffer:,} rows, anew for each epoch"
+        self._order_in_words = ORDERS["sequential"] if config.order == "sequential" else shuffled
         self._is_conversation = prompts.prompt(0, uid=0).is_conversation
         self._begin(DataCursor())
 
@@ -239,11 +238,6 @@ class StreamingLoader(PromptLoader):
         before, now = cursor.read or ReadPosition([]), copy.deepcopy(self._read)
         changes = {name: getattr(now, name) - getattr(before, name) for name in ("dropped", "truncated")}
         return DataCursor(end, now), {f"prompts/{name}": count for name, count in changes.items()}
-
-    def _describe_order(self) -> str:
-        if self._config.order == "sequential":
-            return "in the order of the data"
-        return f"shuffled within a buffer of {self._config.shuffle_buffer:,} rows, anew for each epoch"
 
     def _begin(self, cursor: DataCursor) -> None:
         """Open the sources at a cursor, without rendering or tokenizing the rows before it."""

@@ -16,7 +16,7 @@ import numpy as np
 from cohort.config import DataConfig
 from cohort.data.load import Data, load_data
 from cohort.data.render import Renderer, ToolsOf
-from cohort.data.rows import Row, plain, rename
+from cohort.data.source import Row, plain, rename
 from cohort.errors import DataError
 from cohort.types import Prompt
 
@@ -56,12 +56,12 @@ class LengthLimit:
         limits: list[tuple[int, str, int | None]] = []
         if config.max_prompt_length is not None:
             limits.append((config.max_prompt_length, "data.max_prompt_length", None))
-        if context is not None and context <= completion:
-            why = f"{setting} ({completion:,}) leaves no room for a prompt in the model's context of {context:,} tokens"
-            limits.append((0, why, context))
-        elif context is not None:
-            why = f"the model's context of {context:,} less {setting}, {completion:,}"
-            limits.append((context - completion, why, context))
+        if context is not None:
+            whole = f"the model's context of {context:,}"
+            why = f"{whole} less {setting}, {completion:,}"
+            if context <= completion:
+                why = f"{setting} ({completion:,}) leaves no room for a prompt in {whole} tokens"
+            limits.append((max(0, context - completion), why, context))
         if not limits:
             return None
         tokens, why, of_context = min(limits, key=lambda limit: limit[0])
@@ -234,7 +234,9 @@ class PromptSet:
 
     def describe_lengths(self) -> str:
         """The prompts' lengths in words, and how many prompts were dropped or truncated."""
-        least, median, most, greatest = spread(self.lengths)
+        # The smallest length that at least so large a share of the lengths does not exceed.
+        found = np.percentile(self.lengths, (0, 50, 99, 100), method="inverted_cdf")
+        least, median, most, greatest = map(int, found)
         words = f"{least:,} to {greatest:,} tokens, median {median:,}, 99% at most {most:,}"
         if self.dropped:
             words += f"; {self.dropped:,} longer prompts dropped (data.overlong_prompts)"
@@ -264,12 +266,9 @@ class PromptSet:
             DataError: a prompt holds a token that is refused, or that the model lacks.
         """
         self._token_limits = (vocabulary, np.array(sorted(refused), np.int32))
-        for position in np.flatnonzero(self._is_refused(self._flat)).tolist():
-            index = int(np.searchsorted(self._ends, position, side="right"))
-            if index < len(self) and self._starts[index] <= position:
-                self.check_row(
-                    self._flat[position : position + 1], f"{self.name}: the prompt of {self._row_name(index)}"
-                )
+        if self._is_refused(self._flat).any():
+            for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+                self.check_row(self._flat[start:end], f"{self.name}: the prompt of {self._row_name(index)}")
 
     def check_row(self, token_ids: Sequence[int] | np.ndarray, what: str) -> None:
         """``check_tokens`` of one prompt. Raises ``DataError``, which calls it ``what``."""
@@ -334,15 +333,3 @@ def _text_of(value: Any) -> str:
 def unknown_tokens(prompts: Sequence[Prompt], tokenizer: Any) -> int:
     """How many tokens of the prompts are the unknown token: text that the tokenizer cannot express."""
     return sum(one.token_ids.count(tokenizer.unk_token_id) for one in prompts)
-
-
-def spread(lengths: np.ndarray) -> tuple[int, int, int, int]:
-    """Minimum, median, 99th percentile and maximum. A percentile is the smallest length that at least so large a share
-    of the lengths does not exceed.
-
-    >>> spread(np.array([3, 5, 1000]))
-    (3, 5, 1000, 1000)
-    """
-    ordered = np.sort(lengths)
-    least, median, most, greatest = (int(ordered[max(0, -(-len(ordered) * q // 100) - 1)]) for q in (0, 50, 99, 100))
-    return least, median, most, greatest

@@ -20,7 +20,7 @@ import numpy as np
 
 from cohort.config import DataConfig
 from cohort.data.encoding import Encoder, Given, any_of, is_control, special_tokens_of
-from cohort.data.rows import Row, check_column, plain
+from cohort.data.source import Row, check_column, plain
 from cohort.errors import DataError
 from cohort.types import RESERVED_COLUMNS, Message
 
@@ -35,10 +35,8 @@ ANSWER = {"role": "assistant", "content": SENTINEL}
 PART = {"type": "text", "text": SENTINEL}
 WRITTEN_PARTS = (repr(PART), json.dumps(PART))
 """How a part looks where a template that knows none writes it out."""
-MAX_SHAPES = 1000
-"""Maximum number of cached shapes of conversations."""
-MAX_HEADERS = 100
-"""Maximum number of cached headers: every row may have its own template variables."""
+MAX_PROBES = 1000
+"""Maximum number of results of probes that are kept: every row may have its own template variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +75,7 @@ class ChatTemplate:
                 "string prompts, set data.chat_template, or use a model with a chat template"
             )
         self._tokenizer, self._template = tokenizer, template
-        self._headers: dict[str, str | None] = {}
-        self._shown: dict[str, bool] = {}
+        self._probed: dict[str, Any] = {}
         self._checked = False
         self._known_variables = {with_tools: self._find_variables(with_tools) for with_tools in (False, True)}
 
@@ -140,18 +137,26 @@ class ChatTemplate:
 
     def _shows(self, conversation: Conversation) -> bool:
         """Whether the template shows the contents of messages in this form: tried once for each shape."""
-        marked = [{**message, **_marked(message)} for message in conversation.messages]
-        key = json.dumps([marked, bool(conversation.tools), conversation.variables], default=repr)
-        if key not in self._shown:
-            if len(self._shown) == MAX_SHAPES:
-                self._shown.clear()
-            count = sum(str(message.get("content")).count(SENTINEL) for message in marked)
-            try:
-                text = self._rendered(replace(conversation, messages=marked))
-            except Exception:
-                text = ""
-            self._shown[key] = text.count(SENTINEL) >= count and not any(part in text for part in WRITTEN_PARTS)
-        return self._shown[key]
+        marked = replace(conversation, messages=[{**message, **_marked(message)} for message in conversation.messages])
+        key = [marked.messages, bool(conversation.tools), conversation.variables]
+        return bool(self._once(key, partial(self._shows_marks, marked)))
+
+    def _shows_marks(self, marked: Conversation) -> bool:
+        count = sum(str(message.get("content")).count(SENTINEL) for message in marked.messages)
+        try:
+            text = self._rendered(marked)
+        except Exception:
+            text = ""
+        return text.count(SENTINEL) >= count and not any(part in text for part in WRITTEN_PARTS)
+
+    def _once(self, key: Any, probe: Callable[[], Any]) -> Any:
+        """The result of a probe, which is made once for each key."""
+        text = json.dumps(key, default=repr)
+        if text not in self._probed:
+            if len(self._probed) == MAX_PROBES:
+                self._probed.clear()
+            self._probed[text] = probe()
+        return self._probed[text]
 
     def _rendered(self, conversation: Conversation) -> str:
         ending = "continue_final_message" if conversation.continued else "add_generation_prompt"
@@ -169,7 +174,7 @@ class ChatTemplate:
         probes, the prefill is the text of the message that is continued, if any.
         """
         message = text_of(conversation.messages[-1]) if conversation.continued else ""
-        header = self._header(conversation.variables)
+        header = self._once(conversation.variables, partial(self._header, conversation.variables))
         before = conversation.messages[:-1] if conversation.continued else conversation.messages
         try:
             start = self._apply(before, conversation.variables, conversation.tools) if before else ""
@@ -185,34 +190,23 @@ class ChatTemplate:
         """What the template writes between a user message and an answer that is not the last message: to such an answer
         the template adds nothing. None if the template refuses the probe.
         """
-        key = json.dumps(variables, sort_keys=True, default=repr)
-        if key not in self._headers:
-            if len(self._headers) == MAX_HEADERS:
-                self._headers.clear()
-            try:
-                start = self._apply([USER], variables)
-                text = self._apply([USER, ANSWER, USER], variables)
-            except Exception:  # the template may require other conversations
-                start, text = "", ""
-            self._headers[key] = _between(start, text)
-        return self._headers[key]
+        try:
+            return _between(self._apply([USER], variables), self._apply([USER, ANSWER, USER], variables))
+        except Exception:  # the template may require other conversations
+            return None
 
     def _check(self, variables: Mapping[str, Any]) -> None:
         """Check that the template shows messages and, if it marks the assistant's turns, writes a generation prompt. A
         template that refuses these probes is not checked.
         """
-        contents = (SENTINEL, [{"type": "text", "text": SENTINEL}])  # some templates take content in parts only
         try:
-            shows = any(
-                SENTINEL in self._apply([{**USER, "content": content}], variables, add_generation_prompt=True)
-                for content in contents
-            )
             user = self._apply([USER], variables)
             opened = self._apply([USER], variables, add_generation_prompt=True)
             answered = self._apply([USER, ANSWER], variables)
         except Exception:
             return
-        if not shows:
+        contents = (SENTINEL, [PART])  # some templates take content in parts only
+        if not any(self._shows(Conversation([{**USER, "content": one}], variables=variables)) for one in contents):
             raise DataError(
                 "the chat template does not show the messages: its output is the same for any messages. Set "
                 "data.chat_template to a template, as Jinja text or as the name of a file"
@@ -301,8 +295,7 @@ def render(tokenizer: Any, messages: Sequence[Any], /, **arguments: Any) -> str:
 
 def text_of(message: Message) -> str:
     """The text of a message's content: a string, or parts of type "text"."""
-    content = message.get("content")
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+    return "".join(_texts(message))
 
 
 def _with_strings(message: Message) -> Message:
@@ -311,7 +304,7 @@ def _with_strings(message: Message) -> Message:
 
 def _with_parts(message: Message) -> Message:
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    return {**message, "content": [{**PART, "text": content}]} if isinstance(content, str) else message
 
 
 def _marked(message: Message) -> dict[str, Any]:
@@ -326,12 +319,11 @@ def _lost(messages: Sequence[Message], rendered: str) -> str:
     nor how JSON writes a text, nor do thoughts of earlier turns, which templates remove."""
     squeezed = "".join(rendered.split())
     for message in messages:
-        content = message.get("content")
-        for text in [part["text"] for part in content] if isinstance(content, list) else [content or ""]:
+        for text in _texts(message):
             shown = text.rpartition("</think>")[2] if message["role"] == "assistant" else text
             written = (shown, *(json.dumps(shown, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
             if not any("".join(one.split()) in squeezed for one in written):
-                return str(text)
+                return text
     return ""
 
 
@@ -614,15 +606,15 @@ class Renderer:
         """The prompt of a row, with the JSON schemas of its tools."""
         content = self.make(row, where)
         if self._tools_of is None:
-            if isinstance(content, Conversation) and content.tools and isinstance(content.tools[0], str):
+            if isinstance(content, str):
+                return content
+            if content.tools and isinstance(content.tools[0], str):
                 raise DataError(
                     f"{where}: column 'tools' names {content.tools[0]!r}, and the run has no tools: set "
                     "environment.tools, or rename the column with data.columns if it is something else"
                 )
-            if isinstance(content, Conversation) and not content.tools:
-                return replace(content, tools=None)  # templates may tell an empty list from None
-            return content
-        if not isinstance(content, Conversation):
+            return replace(content, tools=content.tools or None)  # templates may tell an empty list from None
+        if isinstance(content, str):
             raise DataError(
                 f"{where}: the prompt is text; tools and environments need conversations: set data.format to 'chat'"
             )

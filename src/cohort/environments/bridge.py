@@ -420,8 +420,8 @@ class Bridge:
         pieces = fill(found.pieces, texts)
         end = self._ends.get(last_token)
         if end and found.closing and (found.always_closes or end == found.closing):
-            return self._encoder.encode_framed([pieces[0].lstrip(), *pieces[1:]])[1:]
-        return self._encoder.encode_framed(pieces, inner=True)
+            return self._encoder.encode([pieces[0].lstrip(), *pieces[1:]])[1:]
+        return self._encoder.encode(pieces, inner=True)
 
     def opening(self, prompt: Prompt, shown: Sequence[Message]) -> Prompt:
         """The prompt with what an environment shows first.
@@ -552,7 +552,7 @@ class Guard:
             return value
         if key in ("name", "id", "tool_call_id") and not re.fullmatch(r"[\w.-]*", value):
             return self._hole(value)
-        parts = self._encoder.split_special(value)
+        parts = self._encoder.special.split(value)
         return "".join(self._hole(part) if index % 2 else part for index, part in enumerate(parts))
 
     def _hole(self, text: str) -> str:

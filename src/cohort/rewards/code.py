@@ -23,8 +23,7 @@ from typing import Any
 
 from cohort.errors import ConfigError, DataError, RewardError, SandboxError
 from cohort.rewards.contract import reward
-from cohort.rewards.judging.names import helpers_of
-from cohort.rewards.judging.plan import plan
+from cohort.rewards.judging.plan import helpers_of, plan
 from cohort.rewards.messages import completion_text
 from cohort.sandbox import Executor, Limits, Outcome, Program, Result, Sandbox
 
@@ -83,7 +82,9 @@ async def code(
         raise RewardError(f"the reward code cannot run programs: {error}") from None
     if continues and not isinstance(prompt, str):
         raise RewardError(f"code(continues=True) needs prompts that are strings, got {type(prompt).__name__}")
-    task = with_helpers(parse_tests(tests, entry_point), prompt if continues else "")
+    task = parse_tests(tests, entry_point)
+    if continues and task.python is not None:  # the tests may use the functions that the prompt defines completely
+        task = replace(task, python={**task.python, "helpers": helpers_of(prompt, dict(task.python))})
     program = extract_program(prefill + completion_text(completion), unfenced=unfenced)
     errors: list[str | None] = []
     failure = "no program in the completion"
@@ -96,13 +97,6 @@ async def code(
         log_extra("passed", f"{passed}/{task.count}")
         log_extra("failure", failure)
     return passed / task.count if partial else float(passed == task.count)
-
-
-def with_helpers(task: Task, prompt: str) -> Task:
-    """A task whose tests may use the functions that a continued prompt defines completely."""
-    if not prompt or task.python is None:
-        return task
-    return replace(task, python={**task.python, "helpers": helpers_of(prompt, dict(task.python))})
 
 
 def extract_program(text: str, *, unfenced: bool = True) -> str | None:
@@ -121,8 +115,7 @@ def extract_program(text: str, *, unfenced: bool = True) -> str | None:
     """
     blocks = [(language.lower(), body) for language, body in _FENCE.findall(text)]
     for languages in (_PYTHON, ("",)):
-        found = [body for language, body in blocks if language in languages]
-        if found:
+        if found := [body for language, body in blocks if language in languages]:
             return str(found[-1])
     return text if unfenced and not blocks and text.strip() else None
 

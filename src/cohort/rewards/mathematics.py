@@ -675,7 +675,7 @@ def read_answer(text: str, gold: Answer) -> Answer | None:
 
 def _is_equation(text: str) -> bool:
     """Whether a text is one equation, such as "x = 5" or "3 + 4 = 7", not a list or an inequality."""
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", cleaned(text))
+    text = _THOUSANDS.sub("", cleaned(text))
     return "=" in text and not re.search(r"[,;<>!]|\\[lg]e|\\neq|\b(?:and|or)\b", text)
 
 

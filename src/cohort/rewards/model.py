@@ -107,11 +107,11 @@ class RewardModel:
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
-        width, pad = max(map(len, rows)), self.model.config.pad_token_id or 0
-        ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=self.model.device)
-        lengths = torch.tensor([[len(row)] for row in rows], device=self.model.device)
-        mask = (torch.arange(width, device=self.model.device) < lengths).long()
+        tokens = [torch.tensor(row, dtype=torch.long, device=self.model.device) for row in rows]
+        ids = pad_sequence(tokens, batch_first=True, padding_value=self.model.config.pad_token_id or 0)
+        mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
         with torch.inference_mode():
             numbers: list[float] = self.model(input_ids=ids, attention_mask=mask).logits[:, 0].double().tolist()
         return numbers

@@ -83,9 +83,9 @@ class Scores:
 
         first, second = len(self.rewards_S), len(other.rewards_S)
 
-        def joined(own: Mapping[str, Sequence[Any]], others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-            names = {**own, **others}
-            return {n: [*own.get(n, [None] * first), *others.get(n, [None] * second)] for n in names}
+        def joined(own: Mapping[str, Any], others: Mapping[str, Any], lengths: tuple[int, int]) -> dict[str, list[Any]]:
+            missing = [[None] * length for length in lengths]
+            return {n: [*own.get(n, missing[0]), *others.get(n, missing[1])] for n in {**own, **others}}
 
         tokens = [tokens_N for tokens_N in (self.token_rewards_N, other.token_rewards_N) if tokens_N is not None]
         assert len(tokens) != 1, "both rounds reward tokens, or neither does"
@@ -95,16 +95,13 @@ class Scores:
             self.names,
             self.weights,
             torch.cat(tokens) if tokens else None,
-            extras=joined(self.extras, other.extras),
+            extras=joined(self.extras, other.extras, (first, second)),
             errors={**self.errors, **{first + index: text for index, text in other.errors.items()}},
             counts={
                 name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in {**self.counts, **other.counts}
             },
-            logged={
-                name: [*self.logged.get(name, ()), *other.logged.get(name, ())]
-                for name in {**self.logged, **other.logged}
-            },
-            seconds=joined(self.seconds, other.seconds),
+            logged=joined(self.logged, other.logged, (0, 0)),
+            seconds=joined(self.seconds, other.seconds, (first, second)),
         )
 
 
@@ -494,7 +491,8 @@ class Scoring:
             for positions in split(function.per, list(self._completions)):
                 self._begin(function, positions)
         # Completions ended in another order on each rank, and in a run that was stopped meanwhile.
-        self._tasks = {key: self._tasks[key] for key in sorted(self._tasks, key=self._place)}
+        names = self._runner.names
+        self._tasks = dict(sorted(self._tasks.items(), key=lambda item: (names.index(item[0][0]), item[0][1])))
         own = {key: task for key, task in self._tasks.items() if self._is_own(task)}
         for attempt in range(self._runner.settings.retries + 1):
             self._make_calls([task for task in own.values() if not task.done], again=attempt > 0)
@@ -503,9 +501,6 @@ class Scoring:
     def _is_own(self, task: Task) -> bool:
         """Whether this rank makes the call."""
         return self._world.is_main if task.function.per == "batch" else task.positions[0][0] in self._own
-
-    def _place(self, key: tuple[str, tuple[Position, ...]]) -> tuple[int, tuple[Position, ...]]:
-        return self._runner.names.index(key[0]), key[1]
 
     def __enter__(self) -> Scoring:
         return self

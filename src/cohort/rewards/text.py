@@ -6,7 +6,6 @@ import ast
 import json
 import math
 import re
-import re as _re
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import lru_cache
@@ -183,9 +182,7 @@ def repetition_penalty(
 
 # -- format ------------------------------------------------------------------------------------------------------------
 
-_FENCED = _re.compile(
-    r"^```json[^\S\n]*\n((?:(?!^```json).)*?)^```[^\S\n]*$", _re.DOTALL | _re.MULTILINE | _re.IGNORECASE
-)
+_FENCED = re.compile(r"^```json[^\S\n]*\n((?:(?!^```json).)*?)^```[^\S\n]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 
 MATCH_SECONDS = 5.0
 """Time limit for matching one completion. Most take microseconds; a pattern like ``(a+)+b`` may never end."""
@@ -304,11 +301,11 @@ def _refused(constant: str) -> float:
 
 # -- language ----------------------------------------------------------------------------------------------------------
 
-_NOT_LANGUAGE = _re.compile(
+_NOT_LANGUAGE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?\$\$|\\\[(?:(?!\\\[).)*?\\\]|\\\((?:(?!\\\().)*?\\\)|\$[^$\n]+\$|\\[A-Za-z]+|https?://\S+|<[^<>\s]+>",
-    _re.DOTALL,
+    re.DOTALL,
 )
-_SENTENCE_END = _re.compile(r"(?<=[.!?;:])\s+|(?<=[。!?;])|\n+")
+_SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+|(?<=[。!?;])|\n+")
 
 
 @lru_cache(maxsize=1)

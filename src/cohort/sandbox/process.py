@@ -377,7 +377,9 @@ def start(
     else:
         command, inside, mark = [], str(INSIDE), ""
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cohort-program-"))
-        _write_files(Path(folder), program.files)
+        for name, data in program.files.items():
+            (path := Path(folder, name)).parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
     command += [PYTHON, "-I", "-S", inside, *(f"{name}={value}" for name, value in settings.items())]
     popen = _spawn([*command, *([f"mark={mark}"] if mark else [])], folder, (stdin, stdout_end, stderr_end), inherited)
     process = Process(popen, (stdout, stderr), limits.output, mark)
@@ -388,12 +390,6 @@ def start(
         raise SandboxError(f"a sandbox could not be made: {result.stderr.strip() or f'exit code {result.exit_code}'}")
     process.started, process.is_ready = time.monotonic(), True
     return process
-
-
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
 
 
 def _spawn(

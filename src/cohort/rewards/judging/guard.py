@@ -30,17 +30,9 @@ READS = {*FORMATS, "vformat", "substitute", "safe_substitute", "query", "eval"}
 READ, FILL = "_cohort_read_", "_cohort_fill_"
 """What the code of the tests calls in the place of ``value.format``, and of ``template % locals()``."""
 VARIABLES = {"globals", "locals", "vars"}
-INSIDES = {
-    "__globals__",
-    "__builtins__",
-    "__code__",
-    "__closure__",
-    "__dict__",
-    "__self__",
-    "__func__",
-    "__subclasses__",
-}
-INSIDES |= {"f_globals", "f_locals", "f_back", "f_builtins", "tb_frame", "gi_frame", "cr_frame", "ag_frame"}
+INSIDES = {"__globals__", "__builtins__", "__code__", "__closure__", "__dict__", "__self__", "__func__"}
+INSIDES |= {"__subclasses__", "f_globals", "f_locals", "f_back", "f_builtins"}
+INSIDES |= {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
 """Attributes by which an object leads to everything."""
 PICKLED = {
     "builtins": {"bytearray", "complex", "frozenset", "range", "set", "slice"},

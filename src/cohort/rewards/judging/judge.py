@@ -20,7 +20,7 @@ import signal
 import sys
 from types import ModuleType
 
-from . import guard, names, plan, wire
+from . import guard, plan, wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def _run(run: Callable[[dict[str, Any]], None], given: dict[str, Any], task: dic
 def _prepare(task: dict[str, Any], given: dict[str, Any], link: Link) -> None:
     """Give the tests the names that they use and do not define."""
     program = given["__program__"] = {}
-    for name, source in names.free_names(task):
+    for name, source in plan.free_names(task):
         if source:  # ``math`` in the tests is the real module, even if the program defines the name
             module, _, attribute = source.partition(":")
             try:
@@ -387,7 +387,7 @@ def _prepare(task: dict[str, Any], given: dict[str, Any], link: Link) -> None:
         else:
             with contextlib.suppress(AttributeError):
                 program[name] = given[name] = link.look_up(name)
-    for name, *attributes in names.caught(task):
+    for name, *attributes in plan.caught(task):
         with contextlib.suppress(Exception):  # what is caught is asked for when it is raised, which is too late
             functools.reduce(getattr, attributes, link.look_up(name))
     link.asked = False  # by the tests

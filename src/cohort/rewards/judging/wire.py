@@ -20,6 +20,9 @@ MAX_LINE = 64 * 1024 * 1024
 TYPES: dict[str, Any] = {
     t.__name__: t for t in (bool, int, float, complex, str, bytes, list, tuple, set, dict, frozenset, type(None))
 }
+PLAIN: dict[type, Callable[..., Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
+PLAIN[tuple] = lambda value: tuple(tuple.__iter__(value))
+"""Conversions to a built-in type that call no method of the value's class."""
 MUTABLE = (list, dict, set, bytearray, deque)
 """Types that a call may change in place."""
 BINARY = ["eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "matmul"]
@@ -81,10 +84,10 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    for plain in (int, float, str, tuple):
+    for plain, convert in PLAIN.items():
         if isinstance(value, plain) and kind is not tuple:
             reference = refer(value) if kind.__module__ != "numpy" else []
-            data = encode(_plain(plain, value), refer)
+            data = encode(convert(value), refer)
             return ["both", [data, reference]] if reference else data
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     if name in CODECS and _type(name) is kind:
@@ -95,13 +98,6 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
     if kind.__module__ == "numpy":  # arrays, and scalars that are not also Python numbers
         return ["array", [str(value.dtype), encode(value.tolist(), refer)]]
     return refer(value)
-
-
-def _plain(kind: Any, value: Any) -> Any:
-    """Convert a value to a built-in type without calling methods of the value's class."""
-    if kind is tuple:
-        return tuple(tuple.__iter__(value))
-    return str.__str__(value) if kind is str else int.__int__(value) if kind is int else float.__float__(value)
 
 
 def _type(name: str) -> Any:
