@@ -486,7 +486,11 @@ class Display(RenderHook):
     # The terminal.
 
     def _take_terminal(self) -> None:
-        self._console = Console(file=sys.stdout, legacy_windows=False, highlight=False, markup=False, emoji=False)
+        # Exported COLUMNS and LINES do not follow the terminal's size.
+        environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        self._console = Console(
+            file=sys.stdout, legacy_windows=False, highlight=False, markup=False, emoji=False, _environ=environ
+        )
         self._console.push_render_hook(self)
         for redirected, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
             if _is_terminal(stream):

@@ -247,7 +247,7 @@ class RunFolder:
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """Metrics of the evaluations so far, by step; 0 is the one before the first step."""
-        rows = (row for _, row in metric_lines(self.path / "metrics.jsonl"))
+        rows = (row for _, row in metric_lines(self.path / "metrics.jsonl")[0])
         found = {row["step"]: {key: row[key] for key in row if key.startswith("eval/")} for row in rows}
         return {step: evaluated for step, evaluated in found.items() if evaluated}
 
@@ -270,7 +270,7 @@ class RunFolder:
         """Remove the lines of steps that a resumed run repeats."""
         path = self.path / "metrics.jsonl"
         if path.exists():
-            write_atomically(path, "".join(line for line, metrics in metric_lines(path) if metrics["step"] <= step))
+            write_atomically(path, "".join(line for line, metrics in metric_lines(path)[0] if metrics["step"] <= step))
 
     @property
     def has_summary(self) -> bool:

@@ -51,19 +51,19 @@ def _as_object(text: bytes) -> dict[str, Any]:
     return found
 
 
-def metric_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The complete lines of ``metrics.jsonl`` as text, and what each holds; none without a file. A last line that was
-    not written to its end is left out.
+def metric_lines(path: Path) -> tuple[list[tuple[str, dict[str, Any]]], str]:
+    """The complete lines of ``metrics.jsonl`` as text, and what each holds; none without a file. And what is there of a
+    last line that was not written to its end.
 
     Raises:
         RunFolderError: a line is not an object with a step.
     """
     if not path.exists():
-        return []
+        return [], ""
     with damage_named(path):
         if not path.is_file():
             raise OSError("it is not a file")
-        *lines, _ = path.read_bytes().split(b"\n")
+        *lines, rest = path.read_bytes().split(b"\n")
     found = []
     for number, line in enumerate(lines, 1):
         with damage_named(Path(f"{path}, line {number},")):
@@ -71,7 +71,7 @@ def metric_lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
             if not isinstance(metrics["step"], int) or isinstance(metrics["step"], bool):
                 raise TypeError(f"expected a whole number as step, got {metrics['step']!r:.40}")
             found.append((line.decode() + "\n", metrics))
-    return found
+    return found, rest.decode(errors="replace")
 
 
 def read_best(path: Path) -> dict[str, Any]:

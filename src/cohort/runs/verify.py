@@ -87,9 +87,10 @@ def _check_table(path: Path) -> None:
 
 def _check_metrics(path: Path) -> None:
     """Check that each line is whole and that no step is missing or doubled."""
-    steps = [metrics["step"] for _, metrics in metric_lines(path)]
+    lines, rest = metric_lines(path)
+    steps = [metrics["step"] for _, metrics in lines]
     for number, (before, step) in enumerate(pairwise(steps), 2):
         if step != before + 1:
             raise RunFolderError(f"line {number} is of step {step}; the line before it is of step {before}")
-    if not path.read_bytes().endswith(b"\n") and path.stat().st_size:
+    if rest:
         raise RunFolderError(f"line {len(steps) + 1} is damaged: it has no end")

@@ -41,6 +41,7 @@ class Terminal:
         self._tmux = ["tmux", "-S", str(folder / "socket"), "-f", "/dev/null"]
         environment = {name: value for name, value in os.environ.items() if name not in ("TMUX", "CI", "NO_COLOR")}
         environment |= {"PS1": "$ ", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "LC_ALL": "C.UTF-8"}
+        environment |= {"COLUMNS": str(width), "LINES": str(height)}  # as some shells export them
         size = ["-x", str(width), "-y", str(height)]
         subprocess.run([*self._tmux, "new-session", "-d", *size, "bash --norc"], check=True, env=environment)
 
