@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from cohort.config import GRPOConfig
@@ -43,7 +44,7 @@ def tables() -> str:
     """One table for each verdict; fields with the same row share it."""
     rows: dict[tuple[str, Field], list[str]] = {}
     for name, field in FIELDS.items():
-        rows.setdefault(("old" if field.old else field.verdict, field), []).append(f"`{name}`")
+        rows.setdefault(("old" if field.old else field.verdict, replace(field, value=None)), []).append(f"`{name}`")
     return "\n".join("\n".join([*head, *_rows(rows, verdict), ""]) for verdict, head in HEADS.items())
 
 

@@ -7,11 +7,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from cohort.train.inputs import name_of
 from cohort.trl import GRPOConfig
-from cohort.trl.given import named_model, reward_functions
+from cohort.trl.given import TrainerReference, named_model, reward_functions
 from cohort.trl.translate import translate
 
 
@@ -64,8 +65,14 @@ def test_a_reward_function_gets_the_state_of_transformers():
     assert (name_of(plain), name_of(bound)) == (name_of(takes_all), name_of(given[1])) != (None, None)
 
 
+class HasState:
+    state = "here"
+
+
 def test_in_a_worker_process_the_state_is_cohorts():
     """A worker has no trainer: the rewards of ``cohort.trl.rewards`` that run there failed on every completion."""
-    config = translate(GRPOConfig("out", use_cpu=True), num_prompts=100)
-    (plain,) = reward_functions([takes_all], None, config, lambda: None)
+    config, trainer = translate(GRPOConfig("out", use_cpu=True), num_prompts=100), HasState()
+    (plain,) = reward_functions([takes_all], None, config, TrainerReference(trainer))
+    assert plain(completions=[], trainer_state="Cohort's", answer="3") == [1, "here", "3"]
+    plain = cloudpickle.loads(cloudpickle.dumps(plain))
     assert plain(completions=[], trainer_state="Cohort's", answer="3") == [1, "Cohort's", "3"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import os
@@ -17,8 +18,8 @@ from cohort.errors import ConfigError
 from cohort.presets.parts import KL, BatchStd, EntropyBonus, GroupStd, MismatchWeight, OffPolicyMask
 from cohort.presets.trust_regions import SAPO, Cap, Gamma, PPOClip
 from cohort.trl import GRPOConfig
-from cohort.trl.config import FIELDS, Batch
-from cohort.trl.notice import GATES, differences
+from cohort.trl.config import FIELDS, TABLE, Batch
+from cohort.trl.notice import differences
 from cohort.trl.translate import in_trl_terms, layout_of, translate
 from tests.conftest import each
 
@@ -298,8 +299,10 @@ def test_the_start_names_fields_that_others_switch_off(fields: dict[str, Any], w
     assert "without effect" not in said(max_completion_length=9, use_vllm=True, vllm_model_impl="transformers")
 
 
-def test_the_gates_name_fields():
-    assert {name for names, _, _ in GATES for name in names} <= set(FIELDS)
+def test_the_table_of_fields_that_others_switch_off_names_fields():
+    for off in TABLE["off"]:
+        assert all(fnmatch.filter(FIELDS, pattern) for pattern in off["fields"])
+        assert off["where"].keys() <= FIELDS.keys()
 
 
 def test_errors_have_what_a_script_has_in_place_of_a_setting():

@@ -29,17 +29,9 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("accelerate") is None:
     raise ImportError("cohort.trl needs accelerate, which is not installed: pip install 'cohort-rl[trl]'")
 
-_MODULES = {
-    "GRPOConfig": "config",
-    "GRPOTrainer": "trainer",
-    "TrlParser": "arguments",
-    "DatasetMixtureConfig": "arguments",
-    "ModelConfig": "arguments",
-    "ScriptArguments": "arguments",
-    "get_dataset": "arguments",
-    "get_peft_config": "arguments",
-    "get_quantization_config": "arguments",
-}
+_ARGUMENTS = ("TrlParser", "DatasetMixtureConfig", "ModelConfig", "ScriptArguments")
+_MADE = ("get_dataset", "get_peft_config", "get_quantization_config")
+_MODULES = {"GRPOConfig": "config", "GRPOTrainer": "trainer", **dict.fromkeys((*_ARGUMENTS, *_MADE), "arguments")}
 
 
 HELPERS = frozenset(

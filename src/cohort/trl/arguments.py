@@ -171,19 +171,11 @@ def get_peft_config(model_args: ModelConfig) -> Any:
         from peft import LoraConfig
     except ImportError:
         raise ConfigError("use_peft needs peft, which is not installed: pip install 'cohort-rl[lora]'") from None
-    parameters = model_args.lora_target_parameters
-    return LoraConfig(
-        task_type=model_args.lora_task_type,
-        r=model_args.lora_r,
-        target_modules=model_args.lora_target_modules,
-        lora_alpha=model_args.lora_alpha,
-        lora_dropout=model_args.lora_dropout,
-        bias="none",
-        use_rslora=model_args.use_rslora,
-        use_dora=model_args.use_dora,
-        modules_to_save=model_args.lora_modules_to_save,
-        **({} if parameters is None else {"target_parameters": parameters}),
-    )
+    options = {name: getattr(model_args, name) for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
+    for name in ("task_type", "r", "target_modules", "target_parameters", "modules_to_save"):
+        if (value := getattr(model_args, f"lora_{name}")) is not None:
+            options[name] = value
+    return LoraConfig(bias="none", **options)
 
 
 def get_quantization_config(model_args: ModelConfig) -> Any:

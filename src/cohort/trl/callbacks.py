@@ -26,8 +26,7 @@ from cohort.evaluation import Evaluation
 from cohort.train import Observer, Wishes
 from cohort.train.metrics import EACH_UPDATE
 from cohort.trl.checkpoints import note_best
-from cohort.trl.evaluation_loss import evaluation_loss
-from cohort.trl.logs import Window, evaluation_keys, numbers
+from cohort.trl.logs import Window, evaluation_keys, evaluation_loss, numbers
 
 log = logging.getLogger("cohort.trl")
 NEVER_CALLED = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step", "on_predict")

@@ -13,7 +13,8 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
+from fnmatch import fnmatch
 from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
@@ -45,17 +46,21 @@ class Field:
     """Cohort's setting, dotted; or what else reads the field. Of an old name, the present one."""
     why: str = ""
     """How it is translated; why it has no effect; or what to do instead."""
+    value: Any = None
+    """The setting's value by the field's; "same": the field's own; None: it depends on more than the field."""
     old: bool = False
     """Whether the name is one that TRL or transformers has removed or deprecated."""
 
 
+TABLE: dict[str, Any] = tomllib.loads((Path(__file__).parent / "fields.toml").read_text(encoding="utf-8"))
+
+
 def _rows() -> Iterator[tuple[str, Field]]:
-    table = tomllib.loads((Path(__file__).parent / "fields.toml").read_text(encoding="utf-8"))
-    yield from ((name, Field("same", to)) for name, to in table["same"].items())
-    yield from ((name, Field("translated", to, why)) for name, (to, why) in table["translated"].items())
-    yield from ((name, Field("no effect", why=why)) for name, why in table["no effect"].items())
-    yield from ((name, Field("refused", why=why)) for name, why in table["refused"].items())
-    yield from ((name, Field(verdict, to, why, old=True)) for name, (verdict, to, why) in table["old"].items())
+    yield from ((name, Field("same", to, value="same")) for name, to in TABLE["same"].items())
+    yield from ((name, Field("translated", *row)) for name, row in TABLE["translated"].items())
+    for verdict in ("no effect", "refused"):
+        yield from ((name, Field(verdict, why=why)) for name, why in TABLE[verdict].items())
+    yield from ((name, replace(Field(*row), old=True)) for name, row in TABLE["old"].items())
 
 
 FIELDS: dict[str, Field] = dict(_rows())
@@ -72,6 +77,16 @@ def setting_fields(setting: str) -> tuple[str, ...]:
     """
     part = f"objective.{setting}"
     return tuple(name for name, field in FIELDS.items() if field.to == setting or f"{field.to}.{field.why}" == part)
+
+
+def why_off(args: Any, name: str) -> str | None:
+    """Why a field does not count in this run; None where it counts."""
+    for off in TABLE["off"]:
+        if any(fnmatch(name, pattern) for pattern in off["fields"]) and any(
+            getattr(args, other) in values for other, values in off["where"].items()
+        ):
+            return str(off["why"])
+    return None
 
 
 # ----------------------------------------
@@ -187,8 +202,12 @@ class Batch:
             environments: ``environment_factory``.
 
         Raises:
-            ConfigError: there are several environments, or ``max_steps`` is not set.
+            ConfigError: there is no environment, there are several, or ``max_steps`` is not set.
         """
+        if environments is None:
+            raise ConfigError(
+                "`train_dataset` is required unless an `environment_factory` gives the prompts: pass rows"
+            )
         if isinstance(environments, Mapping):
             raise ConfigError(
                 "train_dataset is None, and environment_factory is a dict: pass rows with a column 'environment', or "
@@ -441,19 +460,17 @@ def _check_types(args: Any) -> None:
     Raises:
         ConfigError: one is something else.
     """
-    for field in fields(args):
-        value = getattr(args, field.name)
-        is_table = value is not None and field.name in TABLES
-        if is_table and isinstance(value, str) and value.lstrip().startswith("{"):
+    for name in TABLES:
+        if isinstance(value := getattr(args, name), str) and value.lstrip().startswith("{"):
             with suppress(ValueError):
-                value = json.loads(value)
-                setattr(args, field.name, value)
-        if is_table and not isinstance(value, dict):
-            raise ConfigError(f"{field.name} must be a dict or its JSON, got {value!r:.80}")
-        number = field.name in NUMBERS
-        allowed = isinstance(value, Real) or (value is None and field.name in NULLABLE)
-        if number and field.name in FIELDS and (not allowed or isinstance(value, bool)):
-            raise ConfigError(f"{field.name} must be a number, got {value!r:.80}")
+                setattr(args, name, json.loads(value))
+        if not isinstance(getattr(args, name), dict | None):
+            raise ConfigError(f"{name} must be a dict or its JSON, got {value!r:.80}")
+    for name, is_nullable in NUMBERS.items():
+        value = getattr(args, name)
+        allowed = isinstance(value, Real) or (value is None and is_nullable)
+        if not allowed or isinstance(value, bool):
+            raise ConfigError(f"{name} must be a number, got {value!r:.80}")
 
 
 @contextmanager
@@ -486,15 +503,17 @@ def _naming_unknown(init: Any) -> Any:
     return checked
 
 
-NULLABLE = frozenset(field.name for field in fields(GRPOConfig) if "None" in str(field.type))
-"""Fields that may be None. transformers' argument parser changes ``field.type``, so this is kept from before."""
-NUMBERS = frozenset(
-    field.name
+NUMBERS = {
+    field.name: "None" in str(field.type)
     for field in fields(GRPOConfig)
-    if {"int", "float"} >= set(re.findall(r"\w+", str(field.type))) - {"None", "class", "typing", "Optional"} > set()
-    or (isinstance(field.default, int | float) and not isinstance(field.default, bool))
-)
-"""Fields that hold a number."""
+    if field.name in FIELDS
+    and (
+        {"int", "float"} >= set(re.findall(r"\w+", str(field.type))) - {"None", "class", "typing", "Optional"} > set()
+        or (isinstance(field.default, int | float) and not isinstance(field.default, bool))
+    )
+}
+"""Fields that hold a number, and whether they may be None. transformers' argument parser changes ``field.type``, so
+this is kept from before."""
 GRPOConfig.__init__ = _naming_unknown(GRPOConfig.__init__)  # type: ignore[method-assign]
 for _field in fields(GRPOConfig):
     if _field.name in GRPOConfig.__annotations__:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,13 @@ def _reward(function: Any, tokenizer: Any, trainer: Callable[[], Any], device: s
         return functools.partial(inner, *function.args, **function.keywords)
     takes_state = any(one.name == "trainer_state" or one.kind is one.VAR_KEYWORD for one in parameters_of(function))
     return _with_state(function, trainer) if takes_state else function
+
+
+class TrainerReference(weakref.ref[Any]):
+    """A trainer, until it ends. Sent to another process, a reference to none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (type(None),)
 
 
 def _with_state(function: Callable[..., Any], trainer: Callable[[], Any]) -> Callable[..., Any]:

@@ -16,18 +16,24 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 from transformers import TrainerCallback
 
 from cohort.callbacks import ScoredRollout
 from cohort.config import GRPOConfig
+from cohort.evaluation import Evaluation
 from cohort.objective import Objective, next_entropy_coefficient
+from cohort.objective.aggregation import token_weights
+from cohort.objective.credit import Outcomes, completion_advantages
 from cohort.presets.parts import BatchStd
-from cohort.presets.trust_regions import Cap, PPOClip
+from cohort.presets.trust_regions import SAPO, Cap, PPOClip
 from cohort.report.words import clean
+from cohort.types import FinishReason
 
 Numbers = Mapping[str, float | None]
 
@@ -263,6 +269,76 @@ def _means(entries: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
             if isinstance(value, int | float) and not math.isnan(value):
                 kept.append(value)
     return {key: sum(kept) / len(kept) if kept else None for key, kept in values.items()}
+
+
+# ----------------------------------------
+# ``eval_loss``: the loss that TRL computes of an evaluation.
+#
+# The policy that sampled is the one that is evaluated, so every ratio is 1, and the policy term follows from rewards,
+# lengths and the sampler's log-probs. The other terms need a pass of a model over the completions, which an evaluation
+# does not make: there is no ``eval_loss`` with a KL, an entropy bonus, ``top_entropy_quantile``, a load-balancing loss,
+# or weights by a server's log-probs.
+
+
+def evaluation_loss(evaluation: Evaluation, config: GRPOConfig, batch_size: int) -> float | None:
+    """TRL's loss of an evaluated set: the mean over its batches, in the order of the rows. None where it needs a pass.
+
+    With A the advantage of a completion in its batch, a token's loss is -A under PPO's clip; -A logp where the ratio is
+    a constant weight (cispo, vespo); and -2 A / tau under SAPO's gate.
+
+    Args:
+        evaluation: the evaluation.
+        config: the settings of the run.
+        batch_size: completions of a batch, over all processes.
+    """
+    objective, size = config.resolved_objective, config.eval.num_generations_eval
+    served = config.rollout.engine == "vllm" and bool(objective.mismatch)
+    needs_pass = objective.beta or objective.entropy or objective.top_entropy < 1 or config.model.router_aux_loss_coef
+    if needs_pass or served:
+        return None
+    step, table = max(1, batch_size // size) * size, evaluation.table
+    losses = [
+        _batch_loss(table.slice(first, step), config) * min(step, len(table) - first)
+        for first in range(0, len(table), step)
+    ]
+    return sum(losses) / len(table)
+
+
+def _batch_loss(table: Any, config: GRPOConfig) -> float:
+    objective, size, weights = config.resolved_objective, config.eval.num_generations_eval, config.reward.weights
+    logps, region = [row or [] for row in table["sampler_logps"].to_pylist()], objective.trust_region
+    sequence_N = torch.repeat_interleave(torch.tensor([len(row) for row in logps]))
+    names = [name for name in table.column_names if name.startswith("rewards/")]
+    outcomes = Outcomes(
+        _column(table, "reward"),
+        torch.arange(len(logps)) // size,
+        sequence_N,
+        config.rollout.max_completion_length,
+        torch.stack([_column(table, name) for name in names], dim=1),
+        None if weights is None else torch.tensor(weights, dtype=torch.float64),
+    )
+    losses_N = -completion_advantages(objective, outcomes)[sequence_N]
+    if isinstance(region, SAPO):
+        losses_N = losses_N * torch.where(losses_N < 0, 2 / region.tau_positive, 2 / region.tau_negative)
+    elif region is not None and region.constant_weight:
+        losses_N = losses_N * torch.tensor([logp for row in logps for logp in row], dtype=torch.float64)
+    counted_N = None
+    if objective.truncated == "mask":
+        whole = [reason != FinishReason.LENGTH for reason in table["finish_reason"].to_pylist()]
+        counted_N = torch.tensor(whole)[sequence_N]
+    weights_N = token_weights(
+        sequence_N,
+        len(logps),
+        aggregation=objective.aggregation,
+        length=objective.aggregation_length,
+        counted_N=counted_N,
+    )
+    return float((weights_N * losses_N).sum())
+
+
+def _column(table: Any, name: str) -> Tensor:
+    values = [torch.nan if value is None else value for value in table[name].to_pylist()]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 # ----------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # transformers requires it
@@ -12,62 +12,14 @@ from cohort.report.diagnosis import Diagnosis, why_no_gradient
 from cohort.report.progress import finding_text
 from cohort.runs.folder import RunFolder
 from cohort.runs.reader import Run
-from cohort.trl.config import FIELDS, RENAMED, Batch
+from cohort.trl.config import FIELDS, RENAMED, Batch, why_off
 from cohort.trl.translate import UNUSED_KEYS, in_trl_terms
-
-ENGINE = ("max_model_length", "tensor_parallel_size", "gpu_memory_utilization", "model_impl")
-SERVER = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
-ENGINE_OF_COLOCATE = tuple(f"vllm_{name}" for name in ENGINE)
-
-
-def _named(prefix: str) -> tuple[str, ...]:
-    return tuple(name for name in FIELDS if name.startswith(prefix))
-
-
-GATES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (_named("vllm_"), lambda a: a.use_vllm, "use_vllm is False"),
-    (ENGINE_OF_COLOCATE, lambda a: a.vllm_mode != "server", "the server of vllm_mode 'server' has its own"),
-    (SERVER, lambda a: a.vllm_mode == "server", "vllm_mode is 'colocate'"),
-    (
-        tuple(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")),
-        lambda a: a.vllm_importance_sampling_correction and a.loss_type != "vespo",
-        "no vllm_importance_sampling_correction, or that of loss_type 'vespo'",
-    ),
-    (("delta",), lambda a: a.loss_type not in ("cispo", "sapo", "vespo"), "loss_type has no second bound"),
-    (("epsilon",), lambda a: a.loss_type not in ("cispo", "sapo", "vespo"), "loss_type has no lower bound"),
-    (("epsilon_high",), lambda a: a.loss_type not in ("sapo", "vespo"), "loss_type does not clip"),
-    (("importance_sampling_level",), lambda a: a.loss_type != "vespo", "loss_type 'vespo' has its own"),
-    (_named("sapo_"), lambda a: a.loss_type == "sapo", "loss_type is not 'sapo'"),
-    (_named("vespo_"), lambda a: a.loss_type == "vespo", "loss_type is not 'vespo'"),
-    (
-        ("scale_rewards",),
-        lambda a: a.multi_objective_aggregation != "normalize_then_sum",
-        "multi_objective_aggregation 'normalize_then_sum' divides by the standard deviation of a group",
-    ),
-    (
-        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        lambda a: a.use_adaptive_entropy,
-        "use_adaptive_entropy is False",
-    ),
-    (("ref_model_mixup_alpha", "ref_model_sync_steps"), lambda a: a.sync_ref_model, "sync_ref_model is False"),
-    (("use_bias_correction_kl",), lambda a: a.beta != 0, "beta is 0"),
-    (("num_completions_to_print", "log_unique_prompts"), lambda a: a.log_completions, "log_completions is False"),
-    (("metric_for_best_model", "greater_is_better"), lambda a: a.eval_strategy != "no", "eval_strategy is 'no'"),
-    (("warmup_steps", "warmup_ratio"), lambda a: a.lr_scheduler_type != "constant", "lr_scheduler_type is 'constant'"),
-)
-"""Fields; whether other fields let them count; and why they do not, where those do not."""
-
 
 REWARDS = (
     "a reward function that raises leaves its completions unscored; one that fails on a whole rollout ends the run",
     "reward functions are tried on two rows before the model is loaded",
 )
 """What holds for the reward functions of every run."""
-
-
-def _closed_gate(args: Any, name: str) -> str | None:
-    """Why a field does not count in this run; None where it counts."""
-    return next((why for names, counts, why in GATES if name in names and not counts(args)), None)
 
 
 def differences(args: Any, config: GRPOConfig, batch: Batch, updates: int) -> str:
@@ -120,7 +72,7 @@ def _fields(args: Any) -> list[str]:
     for name in sorted(args.given):
         if (field := FIELDS.get(name)) and field.verdict == "no effect":
             names.setdefault(field.why, []).append(name)
-        elif closed := _closed_gate(args, RENAMED.get(name, name)):
+        elif closed := why_off(args, RENAMED.get(name, name)):
             names.setdefault(closed, []).append(name)
     if keys := [key for key in UNUSED_KEYS if (args.model_init_kwargs or {}).get(key) is not None]:
         names["the policy has Cohort's attention and placement"] = [f"model_init_kwargs[{key!r}]" for key in keys]

@@ -163,13 +163,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     >>> get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)([[1] * 90, [1] * 101])
     [-0.5, -1.0]
     """
-    return _named(
-        partial(
-            soft_overlong_punishment_reward,
-            max_completion_len=max_completion_len,
-            soft_punish_cache=soft_punish_cache,
-        )
-    )
+    return _with(soft_overlong_punishment_reward, **locals())
 
 
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Score:
@@ -183,7 +177,7 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     """
     if max_penalty > 0:
         raise RewardError(f"get_repetition_penalty_reward: max_penalty must be at most 0, got {max_penalty}")
-    return _named(partial(repetition_penalty_reward, ngram_size=ngram_size, max_penalty=max_penalty))
+    return _with(repetition_penalty_reward, **locals())
 
 
 def get_cosine_scaled_reward(
@@ -199,19 +193,11 @@ def get_cosine_scaled_reward(
     >>> get_cosine_scaled_reward(max_len=100)([r"\boxed{4}", r"\boxed{5}"], ["4", "4"], [[1] * 50, [1] * 50])
     [0.75, -0.75]
     """
-    return _named(
-        partial(
-            cosine_scaled_reward,
-            max_len=max_len,
-            min_value_wrong=min_value_wrong,
-            max_value_wrong=max_value_wrong,
-            min_value_correct=min_value_correct,
-            max_value_correct=max_value_correct,
-        )
-    )
+    return _with(cosine_scaled_reward, **locals())
 
 
-def _named(function: partial[Any]) -> Score:
+def _with(score: Score, **settings: Any) -> Score:
     """A partial with the name of its function, which scripts read."""
-    function.__name__ = function.func.__name__  # type: ignore[attr-defined]
+    function = partial(score, **settings)
+    function.__name__ = score.__name__  # type: ignore[attr-defined]
     return function

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import time
-import weakref
 from collections.abc import Collection, Generator, Iterator
 from dataclasses import fields
 from functools import partial
@@ -30,8 +29,9 @@ from cohort.runs.starts import CONTINUED_BY
 from cohort.train.boundary import RunEndedError, with_resume_hint
 from cohort.trl.callbacks import Events, check_callback, check_trackers, handler_of, state_of, tell_evaluation
 from cohort.trl.checkpoints import begin, best_checkpoint, check_resumable, create_repo, link, upload, write_card
-from cohort.trl.config import Batch, GRPOConfig
+from cohort.trl.config import TABLE, Batch, GRPOConfig
 from cohort.trl.given import (
+    TrainerReference,
     checked_inputs,
     count_prompts,
     default_arguments,
@@ -94,27 +94,6 @@ PRIVATE = frozenset(
 )
 """Methods of TRL's ``GRPOTrainer`` that transformers' ``Trainer`` does not have."""
 
-INSTEAD = {
-    "_metrics": "a reward function adds a metric by its parameter log_metric, other code by trainer.log({...})",
-    "_step": "trainer.state.global_step counts updates",
-    "chat_template": "it is trainer.processing_class.chat_template",
-    "create_optimizer": "pass optimizers=(optimizer, scheduler)",
-    "create_scheduler": "pass optimizers=(optimizer, scheduler)",
-    "data_collator": "pass rows with a column 'prompt'",
-    "deepspeed": "DeepSpeed is not used; save_model() gathers the weights in any layout",
-    "epsilon_low": "it is trainer.args.epsilon",
-    "generation_config": "set temperature, top_p, ... of GRPOConfig",
-    "get_eval_dataloader": "the rows are trainer.eval_dataset",
-    "get_train_dataloader": "the rows are trainer.train_dataset",
-    "llm": "set use_vllm of GRPOConfig",
-    "model_wrapped": "the model is trainer.model",
-    "predict": "trainer.evaluate(rows) samples and scores",
-    "tokenizer": "it is trainer.processing_class",
-    "vllm_client": "set use_vllm of GRPOConfig",
-    "vllm_generation": "set use_vllm of GRPOConfig",
-}
-"""What to use for attributes of TRL's trainer. For those with the name of an argument, it is ``trainer.args.NAME``."""
-
 
 def absent_attribute(trainer: Any, name: str) -> Any:
     """``GRPOTrainer.__getattr__``.
@@ -122,7 +101,7 @@ def absent_attribute(trainer: Any, name: str) -> Any:
     Raises:
         AttributeError: always; says what to use for an attribute of TRL's trainer.
     """
-    instead = INSTEAD.get(name)
+    instead = TABLE["attributes"].get(name)
     if instead is None and name in {field.name for field in fields(GRPOConfig)}:
         instead = f"it is trainer.args.{name}"
     if instead is None and (name in PRIVATE or hasattr(Trainer, name)):
@@ -216,7 +195,7 @@ class GRPOTrainer:
         check_args(args)
         _check_given(args, callbacks, eval_dataset, rollout_func, optimizers)
         batch = Batch.of(args, args.world_size)
-        train_dataset = _prompts(args, train_dataset, environment_factory, batch)
+        train_dataset = batch.blank_rows(args, environment_factory) if train_dataset is None else train_dataset
         set_seed(args.seed)
         model = named_model(model, args)
         self.train_dataset, self.eval_dataset = rows(train_dataset), rows(eval_dataset)
@@ -226,7 +205,7 @@ class GRPOTrainer:
         processing_class = getattr(processing_class, "tokenizer", processing_class)  # a processor has one
         config, processing_class = without_unread_variables(config, model, processing_class, self.train_dataset)
         listed, config = with_environment_rewards(reward_funcs, environment_factory, config)
-        self.reward_funcs = reward_functions(listed, reward_processing_classes, config, weakref.ref(self))
+        self.reward_funcs = reward_functions(listed, reward_processing_classes, config, TrainerReference(self))
         self.state, self.control, self._last = TrainerState(), TrainerControl(), LastRollout()
         self.core = cohort.trainer.GRPOTrainer(
             prepared_model(model, args, config, peft_config, quantization_config),
@@ -251,20 +230,16 @@ class GRPOTrainer:
         steps = batch.max_steps(args, count)
         per_epoch = batch.updates_per_epoch(count) if count else steps
         self._events = Events(self, window, batch.updates_per_rollout, per_epoch)
-        self._set_state(steps, -(-steps // per_epoch))
-        self._notice = differences(args, config, batch, steps)
-        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
-
-    def _set_state(self, max_steps: int, epochs: int) -> None:
-        args = self.args
         self.state = TrainerState(
-            max_steps=max_steps,
-            num_train_epochs=epochs,
+            max_steps=steps,
+            num_train_epochs=-(-steps // per_epoch),
             train_batch_size=args.per_device_train_batch_size,
             is_local_process_zero=self.is_local_process_zero(),
             is_world_process_zero=self.is_world_process_zero(),
         )
-        self.state.compute_steps(args, max_steps)
+        self.state.compute_steps(args, steps)
+        self._notice = differences(args, config, batch, steps)
+        self.control = self.callback_handler.on_init_end(args, self.state, self.control)
 
     def train(
         self,
@@ -510,15 +485,6 @@ class GRPOTrainer:
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each group of parameters."""
         return [group["lr"] for rule in self.core.optimizer.rules for group in rule.param_groups]
-
-
-def _prompts(args: Any, train_dataset: Any, environment_factory: Any, batch: Batch) -> Any:
-    """The training rows; blank ones where the environment gives the prompts."""
-    if train_dataset is not None:
-        return train_dataset
-    if environment_factory is None:
-        raise ConfigError("`train_dataset` is required unless an `environment_factory` gives the prompts: pass rows")
-    return batch.blank_rows(args, environment_factory)
 
 
 def _check_given(args: Any, callbacks: Any, eval_dataset: Any, rollout_func: Any, optimizers: Any) -> None:

@@ -1,6 +1,7 @@
 """TRL's arguments as Cohort's settings. Loads no model, and reads no file but DeepSpeed's.
 
-``fields.toml`` says in words what this module does.
+What follows from one field alone stands in ``fields.toml``, and ``_by_table`` reads it; the functions here do what
+depends on several fields, or on the model and the data.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import cohort.config
 from cohort.config import GRPOConfig
 from cohort.errors import CohortError, ConfigError, did_you_mean
-from cohort.trl.config import FIELDS, Batch, check_refused, setting_fields
+from cohort.trl.config import FIELDS, TABLE, Batch, check_refused, setting_fields, why_off
 from cohort.trl.config import GRPOConfig as Arguments
 
 # ----------------------------------------
@@ -27,27 +28,6 @@ from cohort.trl.config import GRPOConfig as Arguments
 
 
 Settings = dict[str, Any]
-STD_EPSILON = 1e-4
-"""What TRL adds to a standard deviation."""
-AGGREGATIONS = {
-    "grpo": "seq_mean_token_mean",
-    "bnpo": "token_mean",
-    "dr_grpo": "constant",
-    "dapo": "token_mean",
-    "cispo": "token_mean",
-    "sapo": "seq_mean_token_mean",
-    "luspo": "seq_sum",
-    "vespo": "token_mean",
-}
-"""TRL's ``loss_type`` with the mean over tokens and completions."""
-SCALES: Settings = {
-    "group": {"rule": "group_std", "ddof": 1, "epsilon": STD_EPSILON},
-    "batch": {"rule": "batch_std", "of": "raw", "unit": "sample", "ddof": 1, "epsilon": STD_EPSILON},
-    "none": "none",
-}
-"""TRL's ``scale_rewards``."""
-LEVELS = {"token": "token", "sequence": "sequence_mean"}
-REWARDS = {"sum_then_normalize": "sum_then_normalize", "normalize_then_sum": "normalize_sum_normalize"}
 
 
 def one_of(name: str, value: Any, words: Iterable[str]) -> Any:
@@ -62,33 +42,43 @@ def one_of(name: str, value: Any, words: Iterable[str]) -> Any:
     return value
 
 
+def in_words(args: Any, name: str) -> Any:
+    """The setting's value for the value of a field, by ``fields.toml``.
+
+    Raises:
+        ConfigError: the table does not list the field's value.
+    """
+    value, words = getattr(args, name), FIELDS[name].value
+    value = getattr(value, "value", value)  # of transformers' enumerations
+    if words == "same":
+        return value
+    return words[str(bool(value)).lower() if "true" in words else one_of(name, value, words)]
+
+
 def objective_settings(args: Any) -> Settings:
-    """The settings of ``[objective]``, except the numbers of updates and those that take a field's value unchanged.
+    """The settings of ``[objective]`` that depend on several fields, and those that are more than one setting.
 
     Raises:
         ConfigError: a word is unknown, or a number is out of its range.
     """
-    loss = one_of("loss_type", args.loss_type, AGGREGATIONS)
-    level = one_of("importance_sampling_level", args.importance_sampling_level, LEVELS)
-    gdpo = one_of("multi_objective_aggregation", args.multi_objective_aggregation, REWARDS) == "normalize_then_sum"
-    scale = one_of("scale_rewards", args.scale_rewards, SCALES)
+    loss, aggregation = args.loss_type, in_words(args, "loss_type")
     by_sampler = loss == "vespo" and args.use_vllm and args.vllm_importance_sampling_correction
     settings: Settings = {
         "preset": "default",
-        "reward_aggregation": REWARDS[args.multi_objective_aggregation],
-        "scale": SCALES["group" if gdpo else scale],  # TRL's normalize_then_sum ignores scale_rewards
-        "truncated": "mask" if args.mask_truncated_completions else "keep",
         "ratio_anchor": "sampler" if by_sampler else "old",
-        "ratio_level": "sequence_product" if loss == "vespo" else LEVELS[level],
         "trust_region": _trust_region(args, loss),
         "mismatch": _mismatch_weight(args, by_sampler),
         "top_entropy": _top_entropy(args),
         "entropy": _entropy(args),
-        "aggregation": AGGREGATIONS[loss],
+        "aggregation": aggregation,
     }
+    if loss == "vespo":
+        settings["ratio_level"] = "sequence_product"
+    if args.multi_objective_aggregation == "normalize_then_sum":  # which ignores scale_rewards
+        settings["scale"] = FIELDS["scale_rewards"].value["group"]
     if args.off_policy_mask_threshold is not None:
         settings["mismatch"] += [{"rule": "off_policy_mask", "threshold": float(args.off_policy_mask_threshold)}]
-    _check_level(level, loss, settings)
+    _check_level(args.importance_sampling_level, loss, settings)
     if not args.use_bias_correction_kl:
         settings["kl"] = "k3_legacy"
     return settings
@@ -96,21 +86,18 @@ def objective_settings(args: Any) -> Settings:
 
 def _check_level(level: str, loss: str, settings: Settings) -> None:
     """Check that nothing treats the tokens of a completion differently where their ratio is that of the completion."""
-    if level == "token" or loss in ("cispo", "vespo"):  # whose ratio is a constant weight
+    if level != "sequence" or loss in ("cispo", "vespo"):  # whose ratio is a constant weight
         return
-    for uneven, remedy in (
-        (settings["top_entropy"] < 1, "top_entropy_quantile=1.0"),
-        (
-            any(rule.get("level") == "token" for rule in settings["mismatch"]),
-            "vllm_importance_sampling_mode='sequence_mask'",
-        ),
-    ):
-        if uneven:
-            raise ConfigError(
-                "importance_sampling_level 'sequence' moves a completion as one, and "
-                f"{remedy.partition('=')[0]} treats its tokens differently: set {remedy}, or "
-                "importance_sampling_level='token'"
-            )
+    if settings["top_entropy"] < 1:
+        remedy = "top_entropy_quantile=1.0"
+    elif any(rule.get("level") == "token" for rule in settings["mismatch"]):
+        remedy = "vllm_importance_sampling_mode='sequence_mask'"
+    else:
+        return
+    raise ConfigError(
+        f"importance_sampling_level 'sequence' moves a completion as one, and {remedy.partition('=')[0]} treats its "
+        f"tokens differently: set {remedy}, or importance_sampling_level='token'"
+    )
 
 
 def level_warning(args: Any) -> str:
@@ -215,12 +202,10 @@ def layout_of(args: Any, variables: Mapping[str, str] = os.environ) -> str:
         if file := variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
             return _of_deepspeed(file)
         prefix = "ACCELERATE_DEEPSPEED_"
-        stage, devices = variables.get(f"{prefix}ZERO_STAGE", "2"), ("OPTIMIZER", "PARAM")
-        offloads = {
-            f"offload_{name.lower()}": {"device": variables.get(f"{prefix}OFFLOAD_{name}_DEVICE", "none")}
-            for name in devices
-        }
-        return _of_deepspeed({"zero_optimization": {"stage": stage, **offloads}})
+        zero: Settings = {"stage": variables.get(f"{prefix}ZERO_STAGE", "2")}
+        for name in ("optimizer", "param"):
+            zero[f"offload_{name}"] = {"device": variables.get(f"{prefix}OFFLOAD_{name.upper()}_DEVICE", "none")}
+        return _of_deepspeed({"zero_optimization": zero})
     if variables.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         second = variables.get("FSDP_VERSION") == "2"
         strategy = variables.get("FSDP_RESHARD_AFTER_FORWARD" if second else "FSDP_SHARDING_STRATEGY", "true")
@@ -262,36 +247,9 @@ COHORT_RESUME = re.compile(r"'cohort resume [^']*' or (?=train\()")
 """How to resume a run of Cohort alone."""
 BEST = re.compile(r"(?:eval_)?(?:(.+?)_)?(reward|rewards/.+/mean|completions/mean_length)")
 """A metric of an evaluation, with the name of the set."""
-INSTEAD = {
-    "data.chat_template": "processing_class.chat_template",
-    "data.train": "train_dataset",
-    "data.eval": "eval_dataset",
-    "model.path": "model",
-    "model.revision": "model_init_kwargs['revision']",
-    "reward.functions": "reward_funcs",
-    "environment.tools": "tools",
-    "environment.factory": "environment_factory",
-    "run.num_epochs": "num_train_epochs",
-    "run.max_steps": "max_steps",
-    "mismatch.threshold": "off_policy_mask_threshold",
-}
-"""What a TRL script has in place of settings of Cohort that no field names alone."""
 
-OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
-    "paged_adamw_32bit": "adamw",
-}
-"""transformers' names of optimizers with Cohort's."""
 EVALUATED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 """Schedules that follow an evaluation."""
-SAMPLING = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-    **dict.fromkeys(("min_new_tokens", "min_tokens"), "min_completion_length"),
-    **dict.fromkeys(("stop_strings", "stop"), "stop"),
-    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
-}
-"""Keys of ``generation_kwargs`` with Cohort's settings."""
 UNUSED_KEYS = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage", "use_kernels")
 """Keys of ``model_init_kwargs`` without effect."""
 DTYPES = {"bfloat16": "bfloat16", "float32": None, "auto": None}
@@ -326,7 +284,7 @@ def translate(
     batches = {"num_iterations": batch.num_iterations, "minibatches": batch.minibatches}
     translated: Settings = {
         "model": _model(args, model_config),
-        "data": _data(args),
+        "data": {} if args.max_prompt_length is None else {"overlong_prompts": "truncate_left"},
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
         "vllm": _vllm(args, world_size) if args.use_vllm else {},
         # One turn more than calls; each has at least one token.
@@ -337,22 +295,20 @@ def translate(
         "parallel": {"layout": layout_of(args)},
         "run": _run(args, batch.rollouts(updates)),
     }
-    same = _same(args)
-    settings: Settings = {name: same.get(name, {}) | translated.get(name, {}) for name in same | translated}
+    of_one = _by_table(args)
+    settings = {name: of_one.get(name, {}) | translated.get(name, {}) for name in of_one | translated}
     with errors_in_trl_terms():
         return GRPOConfig(**settings)
 
 
-def _same(args: Any) -> Settings:
-    """The settings that take a field's value unchanged (``[same]`` in ``fields.toml``), by section. Where the field is
-    None, or another field switches it off, Cohort's default stays."""
-    switches = {"vllm_": args.use_vllm, "ref_model_": args.sync_ref_model}
-    off = tuple(prefix for prefix, is_on in switches.items() if not is_on)
+def _by_table(args: Any) -> Settings:
+    """The settings that one field tells, by section. Where the field is None or off, Cohort's default stays."""
     found: Settings = {}
     for name, field in FIELDS.items():
         section, _, key = field.to.partition(".")
-        is_setting = field.verdict == "same" and section in GRPOConfig.model_fields
-        if is_setting and not name.startswith(off) and (value := getattr(args, name)) is not None:
+        if field.value is None or section not in GRPOConfig.model_fields:
+            continue
+        if (value := in_words(args, name)) is not None and why_off(args, name) is None:
             found.setdefault(section, {})[key] = value
     return found
 
@@ -409,7 +365,7 @@ def in_trl_terms(text: str) -> str:
 
 def _in_place_of(found: re.Match[str]) -> str:
     name = re.sub(r"\[\d+\]|\.\d+$", "", found[0])  # of an entry of a list
-    return " or ".join(setting_fields(name)) or INSTEAD.get(name, found[0])
+    return " or ".join(setting_fields(name)) or TABLE["instead"].get(name, found[0])
 
 
 def key_of_setting(name: str) -> str:
@@ -419,7 +375,7 @@ def key_of_setting(name: str) -> str:
     ('optim.learning_rate', 'run.max_steps', 'code')
     """
     field = FIELDS.get(name.partition(" or ")[0])
-    of_setting = {words: setting for setting, words in INSTEAD.items()}
+    of_setting = {words: setting for setting, words in TABLE["instead"].items()}
     return field.to if field and "." in field.to else of_setting.get(name, name)
 
 
@@ -436,38 +392,26 @@ def _model(args: Any, model_config: Any) -> Settings:
         )
     settings: Settings = {
         "precision": compute or ("bfloat16" if args.bf16 or args.mixed_precision == "bf16" else "float32"),
-        "device": "cpu" if args.use_cpu else "auto",
         "trust_remote_code": trusts_code(args),
         "gradient_checkpointing": bool(args.gradient_checkpointing) and args.device.type != "cpu",
     }
-    if args.cast_lm_head_to_fp32:
-        settings["float32_head"] = True
     text = model_config.get_text_config() if model_config is not None else None
     own = getattr(text, "router_aux_loss_coef", 0.0) if hasattr(text, "output_router_logits") else 0.0
     settings["router_aux_loss_coef"] = float(own if args.router_aux_loss_coef is None else args.router_aux_loss_coef)
     return settings
 
 
-def _data(args: Any) -> Settings:
-    settings: Settings = {"order": "shuffled" if args.shuffle_dataset else "sequential"}
-    if args.max_prompt_length is not None:
-        settings |= {"max_prompt_length": args.max_prompt_length, "overlong_prompts": "truncate_left"}
-    return settings
-
-
 def _rollout(args: Any) -> Settings:
-    settings = {"engine": "vllm" if args.use_vllm else "local", "top_k": max(args.top_k or 0, 0)}
-    if args.use_vllm:
-        settings["regex"] = args.vllm_structured_outputs_regex
+    settings: Settings = {"top_k": max(args.top_k or 0, 0)}
+    known = FIELDS["generation_kwargs"].value
     for name, value in (args.generation_kwargs or {}).items():
         if name == "do_sample" and value:
             continue
-        if name not in SAMPLING:
+        if (key := known.get(name)) is None:
             raise ConfigError(
-                f"generation_kwargs has {name!r}, which is not supported here{did_you_mean(name, SAMPLING)}; "
-                f"supported: {', '.join(SAMPLING)}"
+                f"generation_kwargs has {name!r}, which is not supported here{did_you_mean(name, known)}; "
+                f"supported: {', '.join(known)}"
             )
-        key = SAMPLING[name]
         if key == "max_completion_length" and value != args.max_completion_length:
             raise ConfigError(
                 f"generation_kwargs[{name!r}] is {value!r}, and max_completion_length {args.max_completion_length}, "
@@ -486,23 +430,18 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
 
 def _vllm(args: Any, world_size: int) -> Settings:
     mode = one_of("vllm_mode", args.vllm_mode, ("server", "colocate"))
-    settings: Settings = {"sleep": args.vllm_enable_sleep_mode}
     if mode == "server":
         host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
-        return {**settings, "url": (args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}",)}
+        return {"url": (args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}",)}
     instead = "start a server and set vllm_mode='server', or set use_vllm=False: Cohort's own sampler needs no vLLM"
     if world_size > 1:
         raise ConfigError(f"vllm_mode 'colocate' is for one process here, and there are {world_size}: {instead}")
     if find_spec("vllm") is None:
         raise ConfigError(f"vllm_mode 'colocate' needs vLLM, which is not installed in this environment: {instead}")
-    options = {
-        "--gpu-memory-utilization": args.vllm_gpu_memory_utilization,
-        "--tensor-parallel-size": args.vllm_tensor_parallel_size,
-        "--max-model-len": args.vllm_max_model_length,
-        "--model-impl": None if args.vllm_model_impl == "vllm" else args.vllm_model_impl,
-    }
-    arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    return {**settings, "start": True, "python": sys.executable, "arguments": tuple(arguments)}
+    flags = {name: field.why.partition(",")[0] for name, field in FIELDS.items() if field.to == "vllm.arguments"}
+    options = {flag: value for name, flag in flags.items() if (value := getattr(args, name)) not in (None, "vllm")}
+    arguments = [word for flag, value in options.items() for word in (flag, str(value))]
+    return {"start": True, "python": sys.executable, "arguments": tuple(arguments)}
 
 
 def _optim(args: Any, updates: int) -> Settings:
@@ -511,14 +450,12 @@ def _optim(args: Any, updates: int) -> Settings:
         raise ConfigError(
             f"lr_scheduler_type {schedule!r} follows evaluations, which is not supported here: use another"
         )
-    if rule not in OPTIMIZERS:
+    if rule not in (known := FIELDS["optim"].value):
         raise ConfigError(
-            f"optim {rule!r} is not supported here: set one of {', '.join(OPTIMIZERS)}, or pass an optimizer as "
+            f"optim {rule!r} is not supported here: set one of {', '.join(known)}, or pass an optimizer as "
             "optimizers=(optimizer, None) to GRPOTrainer"
         )
     return {
-        "optimizer": OPTIMIZERS[rule],
-        "lr_scheduler_kwargs": args.lr_scheduler_kwargs or {},
         "lr_scheduler_type": schedule,
         "warmup_steps": 0 if schedule == "constant" else int(args.get_warmup_steps(updates)),
         "max_grad_norm": float(args.max_grad_norm or 0.0),
