@@ -89,12 +89,12 @@ def test_text_prompts_may_spell_what_they_like():
 
 def test_an_end_token_that_the_tokenizer_appends():
     tokenizer = byte_tokenizer()
-    assert appended_end(tokenizer) == ""
+    assert appended_end(tokenizer, "1") == appended_end(tokenizer, "") == ""
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A <eos>",
         special_tokens=[(one, tokenizer.convert_tokens_to_ids(one)) for one in ("<bos>", "<eos>")],
     )
-    assert appended_end(tokenizer) == "<eos>"
+    assert appended_end(tokenizer, "1") == "<eos>"
 
 
 def test_a_slow_tokenizer_cannot_escape():

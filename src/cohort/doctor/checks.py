@@ -233,7 +233,7 @@ def text(run: Run) -> list[Finding]:
             f"prompts begin with {tokenizer.bos_token!r} twice: the text contains it, and the tokenizer adds it",
             f"remove {tokenizer.bos_token!r} from the prompts",
         )
-    if not is_chat and (end := appended_end(tokenizer)):
+    if not is_chat and (end := appended_end(tokenizer, str(given[0].prompt))):
         check.warn(
             f"the tokenizer puts {end!r} after every prompt: the model completes a text that has ended",
             "set add_eos_token to false in tokenizer_config.json, or data.format to 'chat'",
@@ -261,10 +261,12 @@ def text(run: Run) -> list[Finding]:
     return [*check.findings(first), *([Finding("text", Status.PASS, first)] if check.has_problems else [])]
 
 
-def appended_end(tokenizer: Any) -> str:
-    """The special token that the tokenizer puts after text; empty if it puts none."""
-    with_special, plain = (tokenizer("x", add_special_tokens=one)["input_ids"] for one in (True, False))
-    return str(tokenizer.convert_ids_to_tokens(with_special[-1])) if with_special[-1] != plain[-1] else ""
+def appended_end(tokenizer: Any, text: str) -> str:
+    """The special token that the tokenizer puts after a text; empty if it puts none, or the text has no tokens."""
+    with_special, plain = (tokenizer(text, add_special_tokens=one)["input_ids"] for one in (True, False))
+    if not plain or with_special[-1] == plain[-1]:
+        return ""
+    return str(tokenizer.convert_ids_to_tokens(with_special[-1]))
 
 
 def _lost(prompt: Prompt) -> str | None:
