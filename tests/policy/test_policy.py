@@ -85,10 +85,11 @@ def test_end_tokens_of_all_holders_are_joined():
         ("AuthenticAMD", False, False, torch.float32, torch.float32),
     ],
 )
-def test_precision_auto_is_the_faster_one(monkeypatch, vendor, amx, pairs, wide, narrow):
+def test_precision_auto_is_the_faster_one(monkeypatch, tmp_path, vendor, amx, pairs, wide, narrow):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: pairs)
-    monkeypatch.setattr(load, "_cpu_info", lambda: f"vendor_id : {vendor}\n")
+    (tmp_path / "cpuinfo").write_text(f"vendor_id : {vendor}\n")
+    monkeypatch.setattr(load, "CPU_INFO", tmp_path / "cpuinfo")
     found = [resolve_precision("auto", torch.device("cpu"), hidden_size=size) for size in (256, 255)]
     assert found == [Precision(torch.float32, wide), Precision(torch.float32, narrow)]
 

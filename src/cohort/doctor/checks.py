@@ -30,6 +30,7 @@ from cohort.errors import RunFolderError
 from cohort.lock import is_written
 from cohort.parallel import World
 from cohort.policy import context_length, has_adapters
+from cohort.policy.policy import own
 from cohort.report.describe import describe_prompt
 from cohort.report.words import duration
 from cohort.rewards.contract import parameters_of
@@ -40,7 +41,6 @@ from cohort.rollout.cache import round_up
 from cohort.rollout.capacity import Capacity
 from cohort.runs.checkpoints import COPY_SHARE
 from cohort.runs.folder import RunFolder
-from cohort.runs.models import own
 from cohort.train import TrainerParts
 from cohort.types import RESERVED_COLUMNS, Prompt
 

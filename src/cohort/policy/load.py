@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -206,6 +205,9 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+CPU_INFO = Path("/proc/cpuinfo")
+
+
 def resolve_precision(name: str, device: torch.device, hidden_size: int = 0) -> Precision:
     """The precision of a name. "auto" is bfloat16 if the hardware is faster with it, else float32.
 
@@ -214,23 +216,13 @@ def resolve_precision(name: str, device: torch.device, hidden_size: int = 0) -> 
     (``benchmarks/precision.py``); Intel's without AMX are slower in both (``benchmarks/real.py``).
     """
     if name == "auto":
-        faster = False
-        if device.type == "cuda":
-            faster = torch.cuda.is_bf16_supported(including_emulation=False)
-        elif device.type == "cpu":
-            pairs = torch.cpu._is_avx512_bf16_supported() and "AuthenticAMD" in _cpu_info()
-            faster = torch.cpu._is_amx_tile_supported() or (pairs and hidden_size >= 256)
+        amd = CPU_INFO.exists() and "AuthenticAMD" in CPU_INFO.read_text(encoding="utf-8")
+        pairs = amd and torch.cpu._is_avx512_bf16_supported() and hidden_size >= 256
+        faster = device.type == "cpu" and (pairs or torch.cpu._is_amx_tile_supported())
+        faster |= device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         name = "bfloat16" if faster else "float32"
     compute: torch.dtype = getattr(torch, name)
     return Precision(torch.float64 if compute == torch.float64 else torch.float32, compute)
-
-
-@cache
-def _cpu_info() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:

@@ -62,11 +62,11 @@ def check_finite_weights(weights: Mapping[str, Tensor], where: str) -> None:
     Raises:
         NonFiniteError: names the first tensor that holds a NaN or an infinity.
     """
-    own = {name: _own(tensor) for name, tensor in weights.items()}
-    own = {name: t for name, t in own.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
-    if not own or bool(_some_norm(list(own.values())).isfinite()):
+    held = {name: own(t) for name, t in weights.items() if t.is_floating_point() and t.element_size() > 1}
+    held = {name: t for name, t in held.items() if t.numel()}
+    if not held or bool(_some_norm(list(held.values())).isfinite()):
         return
-    for name, tensor in own.items():
+    for name, tensor in held.items():
         if count := int((~tensor.isfinite()).sum()):
             raise NonFiniteError(f"{name} of {where} has {count:,} NaN or infinite values of {tensor.numel():,}")
 
@@ -78,7 +78,8 @@ def _some_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.sum().double() for tensor in tensors]).sum()  # ten times as fast on a CPU
 
 
-def _own(tensor: Tensor) -> Tensor:
+def own(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory."""
     local: Tensor = tensor.detach()
     return local.to_local() if hasattr(local, "to_local") else local
 

@@ -23,7 +23,7 @@ from cohort.parallel import World, on_main, together
 from cohort.parallel.full import class_before_sharding
 from cohort.policy import Policy, adapter_weights, has_adapters, merged, trained_adapter, without_progress_bars
 from cohort.policy.load import processor_files
-from cohort.policy.policy import check_finite_weights
+from cohort.policy.policy import check_finite_weights, own
 from cohort.runs.durable import replaced
 from cohort.runs.reading import damage_named
 
@@ -61,13 +61,6 @@ def share(values: Tensor, like: Tensor) -> Tensor:
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     shape, offset = compute_local_shape_and_global_offset(like.shape, mesh, placements)
     return values[tuple(slice(first, first + count) for first, count in zip(offset, shape, strict=True))]
-
-
-def own(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory."""
-    values: Any = tensor.detach()
-    local: Tensor = values.to_local() if is_sharded(values) else values
-    return local
 
 
 @torch.no_grad()

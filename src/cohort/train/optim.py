@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from cohort.config import OptimConfig
 from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError, out_of_memory
 from cohort.parallel import Layout
-from cohort.policy.policy import check_finite_weights
+from cohort.policy.policy import check_finite_weights, own
 from cohort.rollout.backend import free_bytes
-from cohort.runs.models import fill, own
+from cohort.runs.models import fill
 from cohort.train.guard import GO_ON
 
 STATE_SHARE = {"AdamW": 2.0, "AdamW8bit": 0.5, "Muon": 1.0}
