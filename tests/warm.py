@@ -38,6 +38,8 @@ SINGLE_THREADED = {
     **{"TOKENIZERS_PARALLELISM": "false"},
 }
 """A process with threads cannot be forked safely."""
+LIKE_A_COMMAND = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+"""``cohort launch`` sets it before it imports torch, which reads it once."""
 
 
 def address() -> Path:
@@ -120,7 +122,7 @@ def start_server() -> None:
                 server = subprocess.Popen(
                     [sys.executable, "-m", "tests.warm"],
                     cwd=ROOT,
-                    env=environment | {"PYTHONPATH": path} | SINGLE_THREADED,
+                    env=environment | {"PYTHONPATH": path} | SINGLE_THREADED | LIKE_A_COMMAND,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
