@@ -10,7 +10,7 @@ class Made(Run):
 
     def __init__(self, name, rows, parts):
         super().__init__(name)
-        self._rows = {row["step"]: row for row in rows}
+        self._rows, self._identity = {row["step"]: row for row in rows}, (0, 0)
         vars(self).update(parts)
 
 

@@ -127,8 +127,7 @@ def view(progress: Progress, options: ConsoleOptions, *, doing: str = "", going:
         shares = ", ".join(f"{words} {part:.0%}" for words, part in seconds.shares.items() if part >= 0.01)
         row("time", f"{seconds.step:{form}} s a step: {shares}")
         row("", hint(seconds, progress.settings, progress.row), "yellow")
-    if progress.run and (checkpoints := progress.run.checkpoints):
-        row("saved", f"checkpoint of step {max(checkpoints)}")
+    row("saved", "" if progress.saved is None else f"checkpoint of step {progress.saved}")
     row("keys", keys, "dim")
     return Group(_bar(progress, narrow=narrow, going=going), rows)
 
@@ -349,6 +348,8 @@ ERASE = Segments([_control("\r\x1b[J")])
 
 TICK = 0.25
 """Seconds between two pictures."""
+LOOK_SECONDS = 2.0
+"""Seconds between two looks for checkpoints: the folder may be on a slow disk."""
 REDRAW_SECONDS = 2.0
 """After this time the same picture is drawn again, in case something else has written over it."""
 JOIN_SECONDS = 2.0
@@ -393,7 +394,7 @@ class Display(RenderHook):
         self.quitting = threading.Event()
         """The key ``q`` was pressed."""
         self._warned = self._caught_up = False
-        self._line_at, self._said_at, self._drawn_at = 0.0, time.monotonic(), 0.0
+        self._line_at, self._said_at, self._drawn_at, self._look_at = 0.0, time.monotonic(), 0.0, 0.0
         self._console: Console | None = None
         """Of the terminal; None: there is none, or it was given back."""
         self._lines: list[list[Segment]] = []
@@ -488,9 +489,7 @@ class Display(RenderHook):
     def _take_terminal(self) -> None:
         # Exported COLUMNS and LINES do not follow the terminal's size.
         environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-        self._console = Console(
-            file=sys.stdout, legacy_windows=False, highlight=False, markup=False, emoji=False, _environ=environ
-        )
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, _environ=environ)
         self._console.push_render_hook(self)
         for redirected, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
             if _is_terminal(stream):
@@ -511,6 +510,7 @@ class Display(RenderHook):
                 for printed in self._printed:
                     printed.close_line()
                 if drawn and self._ended.is_set():
+                    self.progress.look_for_checkpoints()
                     console.print("", view(self.progress, console.options, going=False), sep="\n")
 
     def _on_breakpoint(self, *arguments: Any, **named: Any) -> Any:
@@ -558,6 +558,9 @@ class Display(RenderHook):
             lines = self._page.lines(console, room)
         else:
             doing, keys = self._doing(), f"g last group   {self._own_keys}" if self._keys.are_read else ""
+            if now >= self._look_at:
+                self.progress.look_for_checkpoints()
+                self._look_at = now + LOOK_SECONDS
             with self.progress.lock:
                 shown = view(self.progress, console.options, doing=doing, going=self.going, keys=keys)
             lines = console.render_lines(shown, pad=False)[:room]

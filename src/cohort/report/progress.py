@@ -52,6 +52,7 @@ class Progress:
         self.run, self._steps = run, steps
         self.lock = threading.RLock()
         """Held while rows are taken, and by another thread while it reads what is here."""
+        self.saved: int | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -86,11 +87,16 @@ class Progress:
         """
         with self.lock:
             replaced, rows = self.run.refresh() if self.run else (False, [])
+            self.look_for_checkpoints()
             if replaced:
                 self._begin()
             elif rows:
                 self._read_starts()
             return [(row, self.add(row)) for row in rows if row["step"] < before]
+
+    def look_for_checkpoints(self) -> None:
+        """Set ``saved`` to the step of the newest checkpoint in the run's folder; None without one."""
+        self.saved = max(self.run.checkpoints, default=None) if self.run else None
 
     def add(self, row: Row) -> list[str]:
         """Take a step's row; return what is new to say: findings that begin, worsen or end, and the evaluation. Step 0

@@ -345,8 +345,8 @@ def _identity(run: Run, compared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(run: Run) -> Mapping[str, Any]:
-    facts = run.starts[-1].get("facts") if run.starts else None
-    return facts if isinstance(facts, dict) else {}
+    facts = [one.get("facts") for one in run.starts[-1:]]
+    return facts[0] if facts and isinstance(facts[0], dict) else {}
 
 
 def _labels(differs: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Run]]) -> list[str]:

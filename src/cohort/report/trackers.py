@@ -364,7 +364,7 @@ OWN_RANDOM = SimpleNamespace(**runpy.run_path(random.__file__))
 
 def keep_apart(package: str) -> None:
     """Give the modules of a library ``OWN_RANDOM``: names, colours and pauses before another attempt that it draws are
-    not drawn from the run's generator. And print nothing for it."""
+    not drawn from the run's generator. Their ``print`` prints nothing."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == package:
             names = vars(module)

@@ -251,10 +251,8 @@ def unequal_evaluations(pair: Pair, key: str) -> str:
 
 def unequal_training(pair: Pair) -> list[str]:
     """The settings of data, sampling and environment that differ: a training reward is then of something else."""
-    keys = dict.fromkeys(
-        key for run in pair.runs for key in _settings(run) if key.startswith(("data.", "rollout.", "env"))
-    )
-    return _unequal(pair.runs, [key for key in keys if not key.startswith(NOT_OF_REWARDS)])
+    keys = dict.fromkeys(key for run in pair.runs for key in _settings(run) if not key.startswith(NOT_OF_REWARDS))
+    return _unequal(pair.runs, [key for key in keys if key.startswith(("data.", "rollout.", "env"))])
 
 
 def same_rewards(runs: Iterable[Run]) -> bool:

@@ -88,7 +88,7 @@ class Run:
         self._forget()
 
     def _forget(self) -> None:
-        self._rows: dict[int, Row] | None = None
+        self._rows: dict[int, Row] = {}
         self._known: dict[str, Any] = {}
         """What is computed from the rows."""
         self._position, self._line, self._mark = 0, 0, b""
@@ -116,13 +116,11 @@ class Run:
         """
         new: list[Row] = []
         replaced = False
-        self._rows = {} if self._rows is None else self._rows
         name = "metrics.jsonl"
         with self._reading(name, "no step is complete yet"), inside(self.path, self.path / name).open("rb") as file:
             status = os.fstat(file.fileno())
             if replaced := not self._follows(file, status):
                 self._forget()
-                self._rows = {}
             self._identity = status.st_dev, status.st_ino
             file.seek(self._position)
             for line in complete_lines(file):
@@ -147,7 +145,7 @@ class Run:
     def _take(self, line: bytes | None) -> list[Row]:
         """The row in a line, if it has one."""
         row, problem = _row(line)
-        if row is not None and self._rows is not None:
+        if row is not None:
             again = f"step {row['step']} was written before; this line counts"
             problem = problem or (again if row["step"] in self._rows else "")
             self._rows[row["step"]] = row
@@ -159,18 +157,22 @@ class Run:
     def rows(self) -> list[Row]:
         """The lines of ``metrics.jsonl`` by step. Step 0 is the evaluation before the first update. Of several lines of
         one step, the last counts."""
-        if self._rows is None:
+        if self._identity is None:  # it was not read yet
             self.refresh()
-        return self._once("rows", lambda: list((self._rows or {}).values()))
+        return self._once("rows", lambda: list(self._rows.values()))
 
     def keys(self) -> list[str]:
         """The metrics with a number in some step, in the order of their first appearance."""
-        found: dict[str, None] = {}
-        for row in self.rows:
-            if any(row[key] is not None for key in row.keys() - found.keys()):
-                found |= dict.fromkeys(key for key, value in row.items() if value is not None)
-        found.pop("step", None)
-        return list(found)
+
+        def made() -> list[str]:
+            found: dict[str, None] = {}
+            for row in self.rows:
+                if any(row[key] is not None for key in row.keys() - found.keys()):
+                    found |= dict.fromkeys(key for key, value in row.items() if value is not None)
+            found.pop("step", None)
+            return list(found)
+
+        return self._once("keys", made)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """The steps in which a metric has a number, and the numbers. Empty for an unknown key."""

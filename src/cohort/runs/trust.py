@@ -59,8 +59,8 @@ def remember(run: Path) -> None:
 
 
 def started_in(run: Path) -> Path | None:
-    """The working directory in which this account has run the settings in a folder; None if it has not. The folder says
-    so too, but may come from a stranger."""
+    """The working directory in which this account has run the settings in a folder; None if it has not. What the folder
+    itself says of this may be a stranger's."""
     try:
         return Path(_record(run).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -55,8 +55,8 @@ def estimate(mean: Any, low: Any, high: Any) -> str:
 def run_state(history: Run) -> tuple[str, str]:
     """The state of a run, as a word for style and in words."""
     after = f"after step {history.rows[-1]['step'] if history.rows else 0:,}"
-    if history.summary is not None:
-        early = ": stopped early, no better evaluation" if history.summary.get("stopped_early") else ""
+    if (summary := history.summary) is not None:
+        early = ": stopped early, no better evaluation" if summary.get("stopped_early") else ""
         return "complete", f"complete{early}"
     resume = f"{how_to_continue(history.path)} continues it"
     try:
@@ -122,17 +122,14 @@ def before_and_after(history: Run) -> list[tuple[str, str, str]]:
 
     def shown(key: str) -> str:
         interval = summary.get(f"{key}_interval")
-        return estimate(
-            summary[key], *(interval if isinstance(interval, list) and len(interval) == 2 else (None, None))
-        )
+        bounds = interval if isinstance(interval, list) and len(interval) == 2 else (None, None)
+        return estimate(summary[key], *bounds)
 
     summary = history.summary or {}
     names = [key.removesuffix("_before") for key in summary if key.endswith("_before")]
     names = [name for name in names if isinstance(summary.get(f"{name}_after"), int | float)]
     found = [(name, shown(f"{name}_before"), shown(f"{name}_after")) for name in names]
-    before, after = (
-        dict(flat(one)) if isinstance(one := summary.get(when), dict) else {} for when in ("before", "after")
-    )
+    before, after = (dict(flat(_mapping(summary.get(when)))) for when in ("before", "after"))
     found += [(name.replace(".", ", "), number(value), number(after.get(name))) for name, value in before.items()]
     return [(short(name), first, last) for name, first, last in found[:40]]
 
@@ -148,9 +145,8 @@ def settings_table(history: Run) -> list[tuple[str, str, str]]:
 
 
 def _setting(value: Any) -> str:
-    return short(
-        value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str), MAX_VALUE
-    )
+    is_text = isinstance(value, str) and value
+    return short(value if is_text else json.dumps(value, ensure_ascii=False, default=str), MAX_VALUE)
 
 
 def environment(history: Run) -> dict[str, Any]:
@@ -202,7 +198,7 @@ def _clock(history: Run) -> list[str]:
     if waited := sum(history.series("seconds/rollout_hidden")[1]):
         notes.append(f"{duration(waited)} of sampling and scoring ran beside the updates (rollout.lag).")
     with suppress(TypeError, KeyError):
-        if history.summary and (seconds := history.summary["seconds_to_first_update"]) is not None:
+        if (summary := history.summary) and (seconds := summary["seconds_to_first_update"]) is not None:
             notes.append(f"{duration(float(seconds))} from the start of the command to the first update.")
     return notes
 
@@ -367,9 +363,9 @@ def _replay(name: str, result: Mapping[str, Any] | None) -> dict[str, Any]:
         rows = [_mapping(row) for row in _listed(rows_of.get(key))[:REPLAY_ROWS] if _mapping(row)]
         cells = [[form(row.get(name)) for _, name, form in columns] for row in rows]
         classes = ["number" if form in NUMBERS else "mono" for *_, form in columns]
-        tables += [{"title": title, "heads": [head for head, *_ in columns], "classes": classes, "rows": cells}] * bool(
-            rows
-        )
+        if rows:
+            heads = [head for head, *_ in columns]
+            tables.append({"title": title, "heads": heads, "classes": classes, "rows": cells})
     return {
         "title": f"Step {text(result.get('step'))}: {text(objective.get('run'))} → {text(objective.get('replay'))}",
         "sentence": text(result.get("sentence")),
