@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 from cohort.calls import partial_layers
@@ -36,7 +37,7 @@ def code_hash(function: Callable[..., Any]) -> str:
         return _hashed(f"{module}:{owner.__qualname__}")
     if (found := _hash_of_module(module)) != UNKNOWN:
         return found
-    with suppress(OSError, TypeError, SyntaxError):  # a cell of a notebook has a source too
+    with suppress(OSError, TypeError, SyntaxError, TokenError):  # a cell of a notebook has a source too
         return _hashed(ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(owner)))))
     return UNKNOWN
 
