@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from cohort.cli import main
 from cohort.config import load_config, to_toml
@@ -99,10 +98,3 @@ def test_the_whole_demo(tmp_path, capsys):
     assert 0.30 <= summary["accuracy_before"] <= 0.55
     assert summary["accuracy_after"] >= 0.90
     assert Path(tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)

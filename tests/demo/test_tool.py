@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-import torch
 
 from cohort.cli import main
 from cohort.config import load_config, to_toml
@@ -92,10 +91,3 @@ def test_the_whole_demo(tmp_path):
     assert after["hard"]["right"] >= 0.85
     assert after["easy"]["right"] >= 0.90
     assert after["easy"]["calls"] <= 0.10
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
