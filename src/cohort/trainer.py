@@ -31,12 +31,14 @@ from cohort.policy import (
     resolve_device,
 )
 from cohort.policy.device import use_deterministic_algorithms
+from cohort.policy.routing import check_mixture
 from cohort.report.console import Display
 from cohort.report.describe import announce, describe_run
 from cohort.report.progress import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction
 from cohort.rollout import DividedSampler, EngineSetup, Sampler, Sampling
+from cohort.rollout.setup import with_engine
 from cohort.runs.checkpoints import set_seed
 from cohort.runs.folder import (
     Beginning,
@@ -123,11 +125,13 @@ class GRPOTrainer:
         self._found: tuple[RunFolder, Beginning] | None = None
         self._training: Training | None = None
         self._requests = Requests()
-        self.args = config = inputs.checked_settings(args)
-        check_names(config.report.skip_checks)
-        self._callbacks = Callbacks(self, callbacks, own=Trackers.of(config.report))
+        config = inputs.checked_settings(args)
         self.world = World.of_environment(timeout=config.parallel.rank_timeout)
         """The ranks that train together."""
+        config, self._chosen_engine = with_engine(config, self.world)
+        self.args = config
+        check_names(config.report.skip_checks)
+        self._callbacks = Callbacks(self, callbacks, own=Trackers.of(config.report))
         self.layout = ranks.checked_layout(config, self.world)
         self._prints = config.report.progress and self.world.is_main
         self._times = on_main(self.world, lambda: (template_time(config), time_now()))
@@ -168,6 +172,8 @@ class GRPOTrainer:
         self.tokenizer = given.processing_class or load_tokenizer(inputs.model_name(model), trust_remote_code=trust)
         whole = read_config(model, trust_remote_code=trust, whole=True)
         self._model_config, self._tokens = whole.get_text_config(), known_tokens(model, whole)
+        if config.rollout.replay_routing:
+            check_mixture(self._model_config)
         self._template_time = use_template(self.tokenizer, config.data.chat_template, *self._times)
         self._context = context_length(self._model_config)
         self._limit = LengthLimit.of(config.data, self._context, config.rollout.max_completion_length)
@@ -179,14 +185,20 @@ class GRPOTrainer:
         self.prompts = prompt_loader(prompts, config.data, seed=config.run.seed)
         self.schedule = Schedule.of(config, prompts.epoch_length)
         self._longest_prompt = prompts.longest
+        trained = prompts.longest + config.rollout.max_completion_length
+        self._longest = max(trained, self.evaluator.longest if self.evaluator else 0)
         self._load(model)
 
     def _load(self, model: Any) -> None:
         """Load the model, and make what needs the whole model: reference and engine."""
         config, objective = self.args, self.objective
         show = announce if self._prints else None
-        self._engine_setup.connect(self._model_config, self.tokenizer, self._longest_prompt, show)
+        if show and self._chosen_engine:
+            show(self._chosen_engine)
+        self._engine_setup.connect(self._model_config, self._longest, show)
         self.policy = load_policy(model, config.model, self._model_config, seed=config.run.seed)
+        if config.rollout.replay_routing:
+            self.policy.replay_routes()
         if self.world.is_main:
             check_writable(self.policy, self.tokenizer)
         self._weights = inputs.fingerprint(self.policy.model.state_dict()) if self.world.size > 1 else ""
@@ -300,7 +312,6 @@ class GRPOTrainer:
             on_main(self.world, record)
             self._training = training = Training(parts, self.schedule, folder, state, is_saved=goes_on)
         self.folder = folder
-        self._engine_setup.move_log(folder.path / "logs")
         self.summary = {**state.for_summary(self.args.rollout.num_generations), "output_dir": str(folder.path)}
         if self.evaluator and self.evaluator.success:
             self.summary["success"] = str(self.evaluator.success)

@@ -137,6 +137,33 @@ class Prompt:
         return not isinstance(self.prompt, str)
 
 
+Routes = NDArray[np.integer[Any]]
+"""The experts of a mixture that tokens were routed to, ``[T, L, K]``: L layers of the model, dense ones counted, whose
+entries mean nothing; K experts of a token, in any order. -1: not known. int8 up to 128 experts, else int16."""
+
+
+def joined_routes(parts: Sequence[tuple[Routes | None, int]]) -> Routes | None:
+    """Concatenate routes of so many tokens each. Where there are none they are -1; None if there are none at all.
+
+    Raises:
+        ValueError: they are of different models.
+    """
+    known = [routes for routes, _ in parts if routes is not None]
+    if not known:
+        return None
+    shape = known[0].shape[1:]
+    return np.concatenate([np.full((count, *shape), -1, np.int8) if one is None else one for one, count in parts])
+
+
+def compact_routes(experts: NDArray[np.integer[Any]]) -> Routes:
+    """Numbers of experts in the smallest signed dtype that holds those of any model of this size.
+
+    >>> compact_routes(np.array([[[127, 3]]], np.uint8)).dtype, compact_routes(np.array([[[255, 3]]], np.uint8)).dtype
+    (dtype('int8'), dtype('int16'))
+    """
+    return experts.astype(np.int8 if experts.max(initial=0) < 128 else np.int16)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Support(ArrayEquality):
     """The tokens that each draw of a completion could have given, when top-k, top-p, min-p, a grammar or a minimum
@@ -181,6 +208,12 @@ class Segment(ArrayEquality):
     token_ids: NDArray[np.int64]
     drawn: NDArray[np.bool_] | None = None
     """One flag per token. None: the policy drew all of them."""
+    routes: Routes | None = None
+    """How the input that each token comes after was routed: entry 0 is of the prompt's last token, entry t of token
+    t - 1. The last token is no input yet and has none. None: not recorded."""
+
+    def __post_init__(self) -> None:
+        assert self.routes is None or len(self.routes) == len(self.token_ids), "one entry of routes for each token"
 
     @property
     def is_drawn(self) -> NDArray[np.bool_]:
@@ -260,6 +293,9 @@ class Completion(ArrayEquality):
     """The tokens that each draw could have given. None: the whole vocabulary, or not recorded."""
     episode: Episode | None = None
     """The turns of a completion with tools or an environment. None: one turn, with neither."""
+    prompt_routes: Routes | None = None
+    """How the tokens of the group's prompt but the last were routed. An update reads a prompt once: it takes those of
+    the first completion of the prompt that has some. None: not recorded."""
 
     @classmethod
     def of_tokens(
@@ -303,13 +339,20 @@ class Completion(ArrayEquality):
         rest = np.array(prompt.token_ids[num_ids:], np.int64)
         if not len(rest):
             return self
+        start, end = None, None
+        if self.prompt_routes is not None:
+            cut = max(num_ids - 1, 0)
+            start, end = self.prompt_routes[:cut], self.prompt_routes[cut:]
         segments = (
             Segment(
-                np.concatenate([rest, one.token_ids]), np.concatenate([np.zeros(len(rest), np.bool_), one.is_drawn])
+                np.concatenate([rest, one.token_ids]),
+                np.concatenate([np.zeros(len(rest), np.bool_), one.is_drawn]),
+                joined_routes([(end, len(rest)), (one.routes, len(one.token_ids))]),
             )
             for one in self.segments
         )
-        return replace(self, segments=tuple(segments), text=prompt.text[length:] + self.text)
+        text = prompt.text[length:] + self.text
+        return replace(self, segments=tuple(segments), text=text, prompt_routes=start)
 
     @property
     def num_tokens(self) -> int:
@@ -418,6 +461,10 @@ class TokenBatch:
     do not replay that. None: ``sampler_logps_N`` and the log-probs here are over the same tokens."""
     turns: Turns | None = None
     """None: every completion is one turn."""
+    routes_T: Tensor | None = None
+    """How the inputs that the tokens come after were routed, ``[T, L, K]``; see ``Segment``. None: freely."""
+    prompt_routes: Mapping[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """Of prompts, by their token ids, all tokens but the last."""
 
     @property
     def num_sequences(self) -> int:

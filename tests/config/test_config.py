@@ -273,7 +273,6 @@ def test_values_out_of_range(name):
         ({"layout": "full", "lora": {"rank": 4}, "quantization": "4bit"}, "model.quantization needs weights that"),
         ({"layout": "full", "lora": {"rank": 4, "save_merged": True}}, "model.lora.save_merged needs weights that"),
         ({"layout": "full", "term_norms_steps": 1}, "report.term_norms_steps needs weights that"),
-        ({"layout": "full", "lag": 1}, "rollout.lag, with rollout.engine 'local', needs weights that"),
         ({"preset": "gfpo"}, r"k \(8\) must be less than rollout.num_generations \(8\)"),
         ({"preset": "reinforce_pp", "num_generations": 1, "prompts_per_step": 1}, "which has only one"),
         ({"preset": "maxrl", "reward": {"weights": [-1.0]}}, "scale 'group_mean' needs .* has a negative one"),
@@ -519,7 +518,7 @@ def test_names_of_files_are_absolute(tmp_path, monkeypatch):
         reward.functions = ["rewards.py:f(x='mine.py:g')", "module:f", "math", "gone.py:f", "regex(pattern='.py:')"]
         environment.factory = { a = "mine.py:World" }
         objective.baseline = "rewards.py:base"
-        vllm.python = "mine.py"
+        server.folder = "conf"
     """
     (tmp_path / "conf" / "c.toml").write_text(text)
     here, conf = tmp_path / "here", tmp_path / "conf"
@@ -549,7 +548,7 @@ def test_names_of_files_are_absolute(tmp_path, monkeypatch):
     assert config.reward.functions == functions
     assert config.environment.factory == {"a": f"{here}/mine.py:World"}
     assert config.environment.history == f"{here}/gone.py:f"
-    assert (config.objective.baseline, config.vllm.python) == (f"{conf}/rewards.py:base", f"{here}/mine.py")
+    assert (config.objective.baseline, config.server.folder) == (f"{conf}/rewards.py:base", "conf")
     assert written(tmp_path, config) == with_absolute_names(config) == config
     (tmp_path / "a (1)").mkdir()
     monkeypatch.chdir(tmp_path / "a (1)")

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from cohort.config import VLLMConfig
 from cohort.doctor import Status, gpu
 from cohort.errors import ConfigError
 from cohort.policy import flash
-from cohort.rollout.vllm.server import Server
 from tests.cuda_on_cpu import cuda_on_cpu
-from tests.rollout.vllm.stand_in_weights import WeightStandIn
+from tests.rollout.served import fake_vllm
 from tests.train.harness import shift_sampler_logps
 
 CPU = torch.device("cpu")
@@ -133,51 +131,37 @@ def test_speeds_by_hand(monkeypatch):
     assert "1000.0 us a small kernel; products of 512: 0.268 TFLOP/s in bfloat16, 0.268 in float32" in speed.found
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """A stand-in for the vLLM server that the check starts."""
-    made = []
-
-    def own_server(settings, folder, *, dtype):
-        made.append(WeightStandIn(gpu.context_of(CPU, torch.bfloat16).policy.model))
-        assert (settings.sleep, dtype) == (True, "bfloat16")
-        return SimpleNamespace(server=Server(made[0].url), wait=lambda _: None, close=made[0].die)
-
-    monkeypatch.setattr(gpu, "OwnServer", own_server)
-    monkeypatch.setattr(gpu, "interpreter", lambda settings: settings.python)
-    return made
-
-
 @pytest.mark.parametrize(("free", "status"), [((9, 5, 5), "pass"), ((9, 5, 4.9), "pass"), ((9, 5, 4.5), "fail")])
-def test_memory_while_vllm_sleeps(server, monkeypatch, free, status):
+def test_memory_while_vllm_sleeps(monkeypatch, free, status):
     left = iter(free)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(next(left) * 2**30), 2**34))
-    (sleep,) = gpu.check_sleep(CPU, VLLMConfig())
+    monkeypatch.setattr(gpu, "missing", lambda: "")
+    with fake_vllm.installed(monkeypatch) as llm:
+        (sleep,) = gpu.check_sleep(CPU, VLLMConfig())
     assert str(sleep.status) == status
-    assert sleep.numbers == {"lost_bytes": int(free[1] * 2**30) - int(free[2] * 2**30), "failures": 0}
-    asked = [path.partition("?")[0] for path, _ in server[0].calls]
-    assert [path for path in asked if path in ("/sleep", "/wake_up")] == [
-        "/sleep",
-        *2 * ["/wake_up", "/wake_up", "/sleep"],
-    ]
+    assert sleep.numbers == {"lost_bytes": int(free[1] * 2**30) - int(free[2] * 2**30)}
+    again = ["wake weights", "weights", "wake kv_cache", "sleep 2"]
+    assert llm.events[:11] == ["start", "weights", "sleep 2", *again, *again]
 
 
-def test_without_vllm_the_sleep_is_skipped():
-    (sleep,) = gpu.check_sleep(CPU, VLLMConfig(python="/no/python"))
+def test_without_vllm_the_sleep_is_skipped(monkeypatch):
+    monkeypatch.setattr(gpu, "missing", lambda: "vLLM is not installed")
+    (sleep,) = gpu.check_sleep(CPU, VLLMConfig())
     assert sleep.status is Status.SKIP
-    assert "no interpreter '/no/python'" in sleep.found
+    assert "vLLM is not installed" in sleep.found
 
 
 def test_the_command(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "CASES", gpu.CASES[:1])
+    monkeypatch.setattr(gpu, "missing", lambda: "vLLM is not installed")
     skip = ("--skip", "decode", "update", "speed")
-    assert main(["doctor", "--gpu", "--device", "cpu", "--json", *skip, "--vllm.python", "/no/python"]) == 0
+    assert main(["doctor", "--gpu", "--device", "cpu", "--json", *skip, "--vllm.max_model_len", "64"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ok"]
     assert [(one["check"], one["status"]) for one in told["findings"]] == [
         ("machine", "pass"), ("kernels", "pass"), ("decode", "skip"), ("update", "skip"), ("speed", "skip"), ("sleep", "skip")
     ]  # fmt: skip
-    assert "/no/python" in told["findings"][-1]["found"]
+    assert "vLLM is not installed" in told["findings"][-1]["found"]
     assert main(["doctor", "--gpu", "--device", "cpu", *skip]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("  pass  machine     cohort-rl=")

@@ -14,7 +14,7 @@ from cohort.launch.job import check_gpus
 from tests.conftest import each
 
 TRAIN = ("train", "c.toml")
-VLLM = "launch --ranks 2 --dry-run train c.toml --rollout.engine vllm"
+SERVER = "launch --ranks 2 --dry-run train c.toml --rollout.engine server"
 
 
 @pytest.fixture
@@ -120,9 +120,9 @@ def test_several_machines(config, capsys):
             "launch --ranks 2 --layout full --dry-run train c.toml --rollout.lag 1",
             "rollout.lag, with rollout.engine 'l",
         ),
-        ("launch --ranks 2 --dry-run train c.toml --rollout.engine vllm", "set vllm.url to the address of a server"),
-        (f"{VLLM} --vllm.url http://8.8.8.8:8000", "is a public address (8.8.8.8)"),
-        (f"{VLLM} --vllm.start true --vllm.python python", "vllm.start is for one process, and there are 2"),
+        ("launch --ranks 2 --dry-run train c.toml --rollout.engine server", "set server.url to the address of one"),
+        (f"{SERVER} --server.url http://8.8.8.8:8000", "is a public address (8.8.8.8)"),
+        (f"{SERVER} --vllm.start true", "unknown setting --vllm.start: set rollout.engine = 'vllm'"),
         ("launch --ray --ranks 2 --max-restarts 1 train c.toml --resume auto", "--ray chooses the machines itself"),
         ("launch --ranks 2 train c.toml --model.device cuda:1", "is one GPU, and there are 2 ranks"),
     ],

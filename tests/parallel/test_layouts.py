@@ -31,6 +31,8 @@ CASES = [
     ("updates", {"passes": "plain", "budget": 60}),
     ("updates", {"lora": True, "full_kl": True}),
     ("updates", {"experts": True, "budget": 1000}),
+    ("updates", {"experts": True, "routes": True, "checkpointing": True}),
+    ("updates", {"experts": True, "routes": True, "passes": "custom", "checkpointing": True, "full_kl": True}),
     ("updates", {"recurrent": "qwen3_5_text", "checkpointing": True}),
 ]
 """Settings of ``updates``."""

@@ -1,4 +1,4 @@
-"""Several ranks that sample from the same vLLM servers."""
+"""Several ranks that sample from the same servers."""
 
 import threading
 
@@ -9,7 +9,7 @@ from cohort.policy import load_tokenizer
 from tests.conftest import DEMO_MODEL, tiny_llama
 from tests.parallel.launching import on_ranks
 from tests.parallel.runs import trained
-from tests.rollout.vllm.stand_in_weights import WeightStandIn
+from tests.rollout.served.stand_in import StandIn
 from tests.train.harness import make_trainer, rows_of
 
 STEPS = 3
@@ -22,7 +22,7 @@ def tokenizer():
 @pytest.fixture
 def stand_ins():
     model = tiny_llama(len(tokenizer()), initializer_range=0.1)
-    made = [WeightStandIn(model, tokenizer=tokenizer()) for _ in range(2)]
+    made = [StandIn(model, tokenizer=tokenizer()) for _ in range(2)]
     yield made
     for one in made:
         one.die()
@@ -30,7 +30,7 @@ def stand_ins():
 
 def settings(folder, stand_ins, **more):
     url = tuple(one.url for one in stand_ins)
-    return {"max_steps": STEPS, "engine": "vllm", "vllm": {"url": url, "folder": str(folder)}, **more}
+    return {"max_steps": STEPS, "engine": "server", "server": {"url": url, "folder": str(folder)}, **more}
 
 
 def run(folder, changes):
@@ -56,7 +56,7 @@ def test_two_ranks_share_the_servers_and_one_sends_the_weights(tmp_path, stand_i
         one.calls.clear()
     ranks = on_ranks(2, run, tmp_path / "two", settings(tmp_path, stand_ins))
     for weights, steps, _ in ranks:
-        assert [line["vllm/servers"] for line in steps] == [2] * STEPS
+        assert [line["server/servers"] for line in steps] == [2] * STEPS
         assert all(line["sampler/gap"] < 1e-5 for line in steps)
         for name, value in alone[0].items():
             # float32: gradients are added up in another order, and Adam makes steps of 0.01 of what is left of them.
@@ -72,7 +72,7 @@ def test_two_ranks_share_the_servers_and_one_sends_the_weights(tmp_path, stand_i
 def test_divided_weights_are_sent_whole(tmp_path, stand_ins, layout):
     changes = settings(tmp_path, stand_ins, layout=layout, max_steps=2)
     for steps in on_ranks(2, steps_of, tmp_path / "two", changes):
-        assert all(line["sampler/gap"] < 1e-5 and line["vllm/probe_gap"] < 1e-5 for line in steps)
+        assert all(line["sampler/gap"] < 1e-5 and line["server/probe_gap"] < 1e-5 for line in steps)
         assert len(steps) == 2
 
 
@@ -89,4 +89,17 @@ def test_a_server_that_dies_is_left_out_by_every_rank(tmp_path, stand_ins):
     ranks = on_ranks(2, run, tmp_path / "two", settings(tmp_path, stand_ins))
     for _, steps, _ in ranks:
         assert len(steps) == STEPS
-        assert steps[-1]["vllm/servers"] == 1
+        assert steps[-1]["server/servers"] == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
+def test_every_rank_samples_with_the_adapter(tmp_path, stand_ins):
+    """One rank loads it into the servers; the requests of both name it."""
+    pytest.importorskip("peft")
+    for one in stand_ins:
+        one.config["lora_config"] = {"max_lora_rank": 8}
+    for _, steps, _ in on_ranks(2, run, tmp_path / "two", settings(tmp_path, stand_ins, lora={"rank": 4})):
+        assert all(line["sampler/gap"] < 1e-5 for line in steps)  # float32
+        assert len(steps) == STEPS
+    assert [len(one.adapters) for one in stand_ins] == [1, 1]  # they were not merged

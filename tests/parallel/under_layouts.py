@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +72,9 @@ def make_policy(
     return policy
 
 
-def updates(layout, *, optimizer="adamw", budget=20, few=False, poison=False, full_kl=False, **settings: Any):
+def updates(
+    layout, *, optimizer="adamw", budget=20, few=False, poison=False, full_kl=False, routes=False, **settings: Any
+):
     """Three updates with clipping: their norms or kinds, the weights, the last log-probs of every token, and how many
     numbers of the optimizer's state this rank has.
 
@@ -82,11 +85,15 @@ def updates(layout, *, optimizer="adamw", budget=20, few=False, poison=False, fu
         few: only two prompts, so that ranks have nothing to do.
         poison: a NaN among the old log-probs, which prevents every update.
         full_kl: a KL over the vocabulary, for which the reference runs beside the policy.
+        routes: tokens are routed by recorded experts.
         settings: of ``make_policy``.
     """
     policy = make_policy(**settings)
     objective = PRESETS["default"].replace(beta=0.04)
     batch = batch_for(policy, objective)
+    if routes:
+        policy.replay_routes()
+        batch = with_routes(batch, policy.routing)
     if poison:
         batch.old_logps_N[0] = math.nan
     reference = None
@@ -106,6 +113,18 @@ def updates(layout, *, optimizer="adamw", budget=20, few=False, poison=False, fu
     norms = [getattr(result, "grad_norm", type(result).__name__) for result in results]
     logps = None if poison else results[-1].logps_N.numpy()
     return norms, whole_weights(policy, layout), logps, state_numbers(rule)
+
+
+def with_routes(batch, routing):
+    """A batch whose tokens were routed at random."""
+    generator = torch.Generator().manual_seed(4)
+
+    def some(count):
+        scores = torch.rand(count, routing.layers, routing.experts, generator=generator)
+        return scores.topk(routing.each).indices.to(torch.int8)
+
+    prompts = {prompt: some(len(prompt) - 1) for prompt in batch.prompt_ids}
+    return replace(batch, routes_T=some(len(batch.ids_T)), prompt_routes=prompts)
 
 
 def rollout(layout, **settings: Any):

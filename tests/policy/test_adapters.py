@@ -9,7 +9,7 @@ import torch
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import LoraConfig, ModelConfig
 from cohort.errors import ModelError
-from cohort.policy import Policy, Precision, add_adapters, has_adapters, load_model, load_policy, merged
+from cohort.policy import Policy, Precision, add_adapters, has_adapters, load_model, load_policy, merged, named_weights
 from tests.conftest import telling, tiny_llama
 from tests.families.configs import small_model
 
@@ -186,6 +186,24 @@ def test_adapters_on_four_bits_train_as_on_the_values_that_these_stand_for():
     torch.testing.assert_close(*(values for values, _ in found), rtol=1e-4, atol=1e-4)
     for name, grad in found[0][1].items():
         torch.testing.assert_close(grad, found[1][1][name], rtol=1e-3, atol=1e-3 * float(grad.abs().max()))
+
+
+def test_the_base_of_four_bits_is_named_by_the_values_that_it_stands_for():
+    """As vLLM gets it beside the adapter, also after a pass."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    config = {"path": "cohort:demo", "device": "cpu", "precision": "float32", "native_kernels": False}
+    policy = load_policy("cohort:demo", ModelConfig(**config, quantization="4bit", lora={"rank": 4}), None)
+    logps(policy)
+    sent = dict(named_weights(policy, base=True))
+    plain = dict(named_weights(load_policy("cohort:demo", ModelConfig(**config), None)))
+    assert sent.keys() == plain.keys()
+    assert all(sent[name].shape == weight.shape for name, weight in plain.items())
+    modules = dict(policy.model.get_base_model().named_modules())
+    own = modules["model.layers.1.mlp.up_proj"].base_layer.weight
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(sent[name], dequantize_4bit(own.data, own.quant_state))
+    assert 0 < float((sent[name] - plain[name]).abs().max()) < 0.2 * float(plain[name].abs().max())
 
 
 def test_adapters_that_cannot_be(tmp_path, monkeypatch, base):

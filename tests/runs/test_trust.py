@@ -55,8 +55,9 @@ CODE = {
     "objective.trust_region": {"objective": {"trust_region": "mine:phi"}},
     "model.trust_remote_code": {"model": {"path": "org/model", "trust_remote_code": True}},
     "model.allow_pickled_weights": {"model": {"path": "org/model", "allow_pickled_weights": True}},
-    "vllm.python": {"rollout": {"engine": "vllm"}, "vllm": {"start": True, "python": "./python"}},
-    "vllm.folder": {"rollout": {"engine": "vllm"}, "vllm": {"url": "http://10.0.0.1:8000", "folder": "/home/me"}},
+    "vllm.arguments": {"rollout": {"engine": "vllm"}, "vllm": {"arguments": {"logits_processors": ["os:system"]}}},
+    "server.url": {"rollout": {"engine": "server"}, "server": {"url": "http://10.0.0.1:8000"}},
+    "server.folder": {"rollout": {"engine": "server"}, "server": {"folder": "/home/me"}},
 }
 
 
@@ -258,7 +259,7 @@ def test_secrets_are_not_written_and_are_asked_for(tmp_path):
             "functions": ["judge.py:f(api_key='s3cret', model='m')", "judge.py:g(key=3, header='Bearer s3cret-s3cret')"]
         },
         "environment": {"tools": ["mcp:API_TOKEN=s3cret npx server --password s3cret --port 3"]},
-        "vllm": {"arguments": ["--api-key", "s3cret", "--port", "3"]},
+        "vllm": {"arguments": {"hf_token": "s3cret", "block_size": 32}},
     }
     folder = RunFolder(tmp_path / "run")
     folder.start(GRPOConfig(**settings), "")
@@ -269,7 +270,7 @@ def test_secrets_are_not_written_and_are_asked_for(tmp_path):
     assert saved.data.system_prompt == "api_key='of the prompt'"
     assert saved.reward.functions == ("judge.py:f(api_key='***', model='m')", "judge.py:g(key=3, header='Bearer ***')")
     assert saved.environment.tools == ("mcp:API_TOKEN=*** npx server --password *** --port 3",)
-    assert saved.vllm.arguments == ("--api-key", "***", "--port", "3")
+    assert saved.vllm.arguments == {"hf_token": "***", "block_size": 32}
     with pytest.raises(
         RunFolderError, match=r"does not hold the secrets of data.train, vllm.arguments, environment.tools, reward.fun"
     ):

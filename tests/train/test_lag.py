@@ -15,6 +15,7 @@ from cohort.environments import Step
 from cohort.errors import ConfigError, EpisodeError, PolicyMismatchError, RewardError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
+from cohort.rollout.setup import with_engine
 from cohort.runs.journal import load_rollout
 from cohort.train.source import PendingRollout
 from tests.conftest import telling, tiny_llama
@@ -300,11 +301,11 @@ def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(demo_tok
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"layout": "full"}, "rollout.lag.*parallel.layout"), ({"engine": "vllm", "sleep": True}, "vllm.sleep frees")],
+    [({"layout": "full"}, "rollout.lag.*parallel.layout"), ({"engine": "vllm", "sleep": True}, "rollout.sleep frees")],
 )
 def test_what_excludes_a_lag(settings, message):
     with pytest.raises(ConfigError, match=message):
-        GRPOConfig(lag=1, **settings)
+        with_engine(GRPOConfig(lag=1, **settings))
 
 
 def test_an_engine_without_weights_of_its_own_is_refused(demo_tokenizer, tmp_path):

@@ -29,6 +29,7 @@ class PlainEngine:
     """
 
     capabilities = Capabilities(shared_weights=True)
+    sleeps = together = False
 
     def __init__(self, policy, tokenizer, length=6, broken=lambda uid, sample: None):
         self.policy, self.tokenizer, self.length, self.broken = policy, tokenizer, length, broken

@@ -9,12 +9,12 @@ import torch
 
 from cohort.environments import Step
 from cohort.errors import ConfigError, EngineError, PolicyMismatchError
-from cohort.rollout import VLLMEngine, setup
+from cohort.rollout import ServedEngine
 from tests.conftest import each, tiny_llama
 from tests.environments.templates import FAMILIES
 from tests.environments.test_training import model as conversing
 from tests.environments.test_training import trainer as episode_trainer
-from tests.rollout.vllm.stand_in import DirectTransport, StandIn
+from tests.rollout.served.stand_in import StandIn
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of, rows_of, same_parameters, untimed_metrics_of
 
 STEPS = 3
@@ -23,22 +23,19 @@ EVAL_ROWS = [{"prompt": "3+4", "answer": "7"}, {"prompt": "5+1", "answer": "6"}]
 
 @contextlib.contextmanager
 def serving():
-    """A function that starts stand-ins; trainers that are made afterwards send their weights to them."""
+    """A function that starts stand-ins."""
     made = []
 
     def serve(tokenizer, count=1, model=None):
         stand_ins = [
             StandIn(model or tiny_llama(len(tokenizer), initializer_range=0.1), tokenizer) for _ in range(count)
         ]
-        transport = DirectTransport(*stand_ins)
-        patch.setattr(setup, "transport_of", lambda *_, **__: transport)
         made.extend(stand_ins)
-        return transport, *stand_ins
+        return stand_ins
 
-    with pytest.MonkeyPatch.context() as patch:
-        yield serve
-        for one in made:
-            one.die()
+    yield serve
+    for one in made:
+        one.die()
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def serve():
 def straight(demo_tokenizer, tmp_path_factory):
     """A run of ``STEPS`` steps that nothing disturbs."""
     with serving() as serve:
-        _, stand_in = serve(demo_tokenizer)
+        (stand_in,) = serve(demo_tokenizer)
         trainer = served(demo_tokenizer, tmp_path_factory.mktemp("served") / "straight", stand_in)
         trainer.train()
     return trainer
@@ -60,14 +57,14 @@ def straight(demo_tokenizer, tmp_path_factory):
 def served(tokenizer, folder, *stand_ins, **settings):
     url = tuple(one.url for one in stand_ins)
     sizes = {"max_steps": STEPS, "prompts_per_step": 2, "max_completion_length": 6}
-    return make_trainer(tokenizer, folder, engine="vllm", url=url, **sizes | settings)
+    return make_trainer(tokenizer, folder, engine="server", url=url, **sizes | settings)
 
 
 def test_a_run_trains_the_policy_that_the_servers_sample_from(demo_tokenizer, tmp_path, serve):
-    transport, stand_in = serve(demo_tokenizer)
+    (stand_in,) = serve(demo_tokenizer)
     trainer = served(demo_tokenizer, tmp_path / "run", stand_in, eval_rows=EVAL_ROWS, eval_steps=1)
-    assert isinstance(trainer.engine, VLLMEngine)
-    assert f"sampler: vLLM at {stand_in.url}; at most 256 completions at a time on each" in trainer.describe()
+    assert isinstance(trainer.engine, ServedEngine)
+    assert f"sampler: servers at {stand_in.url}; at most 256 completions at a time on each" in trainer.describe()
     trainer.train()
     lines = [line for line in metrics_of(tmp_path / "run") if line["step"]]
     assert len(lines) == STEPS
@@ -75,12 +72,13 @@ def test_a_run_trains_the_policy_that_the_servers_sample_from(demo_tokenizer, tm
         # Every step, after every update: the same weights on both sides, up to float32's rounding.
         assert 0 < line["sampler/gap"] < 1e-5
         assert line["sampler/version_lag_max"] == 0
-        assert line["vllm/servers"] == 1
-        assert line["vllm/failures"] == 0
-        assert line["vllm/probe_gap"] < 1e-5
+        assert line["server/servers"] == 1
+        assert line["server/failures"] == 0
+        assert line["server/probe_gap"] < 1e-5
         assert line["seconds/weights"] > 0
     # Once before the first evaluation, and after each update for the evaluation: never twice.
-    assert [version.rpartition("-")[2] for version, _ in transport.sent] == [str(n) for n in range(STEPS + 1)]
+    labels = [body["new_version"] for path, body in stand_in.calls if path == "/update_weight_version"]
+    assert [label.rpartition("-")[2] for label in labels] == [str(n) for n in range(STEPS + 1)]
     assert {row["weights_version"] for row in rows_of(tmp_path / "run", STEPS)} == {STEPS - 1}
     moved = [
         bool((a != b).any())
@@ -95,7 +93,7 @@ def test_servers_draw_ahead_of_the_training(demo_tokenizer, tmp_path, serve):
     """With a lag of 1, with the weights of the step before, exactly."""
     runs = []
     for name in ("a", "b"):
-        _, *stand_ins = serve(demo_tokenizer, 2)
+        stand_ins = serve(demo_tokenizer, 2)
         runs.append(served(demo_tokenizer, tmp_path / name, *stand_ins, lag=1))
         runs[-1].train()
     assert same_parameters(*runs)
@@ -106,7 +104,7 @@ def test_servers_draw_ahead_of_the_training(demo_tokenizer, tmp_path, serve):
 
 
 def test_the_death_of_a_server_changes_nothing(demo_tokenizer, tmp_path, serve, straight):
-    _, first, second = serve(demo_tokenizer, 2)
+    first, second = serve(demo_tokenizer, 2)
 
     def dies(number, body, answer):
         if number == 7:  # in the second step; the trial takes one or two
@@ -117,26 +115,26 @@ def test_the_death_of_a_server_changes_nothing(demo_tokenizer, tmp_path, serve, 
     first.fault = dies
     other = served(demo_tokenizer, tmp_path / "other", first, second, max_batch_size=3)
     other.train()
-    assert [line["vllm/servers"] for line in metrics_of(tmp_path / "other")][-1] == 1
+    assert [line["server/servers"] for line in metrics_of(tmp_path / "other")][-1] == 1
     assert same_parameters(straight, other)
 
     def without_servers(folder):
-        return [{k: v for k, v in line.items() if not k.startswith("vllm/")} for line in untimed_metrics_of(folder)]
+        return [{k: v for k, v in line.items() if not k.startswith("server/")} for line in untimed_metrics_of(folder)]
 
     assert without_servers(straight.folder.path) == without_servers(tmp_path / "other")
 
 
 def test_a_run_without_servers_stops_and_is_resumed(demo_tokenizer, tmp_path, serve, straight, monkeypatch):
-    monkeypatch.setattr("cohort.rollout.vllm.engine.BACKOFF_SECONDS", 0.01)
-    _, stand_in = serve(demo_tokenizer)
+    monkeypatch.setattr("cohort.rollout.served.fleet.BACKOFF_SECONDS", 0.01)
+    (stand_in,) = serve(demo_tokenizer)
     broken = served(demo_tokenizer, tmp_path / "broken", stand_in)
     steps = broken.steps()
     next(steps)
     stand_in.die()
-    with pytest.raises(EngineError, match=r"(?s)no vLLM server has taken the weights.*a checkpoint of step 1 is kept"):
+    with pytest.raises(EngineError, match=r"(?s)no server has taken the weights.*a checkpoint of step 1 is kept"):
         next(steps)
     assert checkpoints_of(tmp_path / "broken") == ["step-1"]
-    _, stand_in = serve(demo_tokenizer)
+    (stand_in,) = serve(demo_tokenizer)
     resumed = served(demo_tokenizer, tmp_path / "broken", stand_in)
     resumed.train(resume=True)
     assert same_parameters(straight, resumed)
@@ -151,7 +149,7 @@ def test_a_run_without_servers_stops_and_is_resumed(demo_tokenizer, tmp_path, se
     ids=["probe", "first rollout"],
 )
 def test_a_server_that_computes_something_else_stops_the_run(demo_tokenizer, tmp_path, serve, threshold, message):
-    _, stand_in = serve(demo_tokenizer)
+    (stand_in,) = serve(demo_tokenizer)
     stand_in.load = lambda weights: None
     trainer = served(demo_tokenizer, tmp_path / "run", stand_in, probe_threshold=threshold)
     before = [parameter.clone() for parameter in trainer.policy.model.parameters()]
@@ -161,7 +159,7 @@ def test_a_server_that_computes_something_else_stops_the_run(demo_tokenizer, tmp
 
 
 def test_mismatch_rules_see_the_servers_log_probs(demo_tokenizer, tmp_path, serve):
-    _, stand_in = serve(demo_tokenizer)
+    (stand_in,) = serve(demo_tokenizer)
 
     def shifted(number, body, answer):
         for one in answer["choices"][0]["logprobs"]["content"]:
@@ -181,7 +179,7 @@ def test_mismatch_rules_see_the_servers_log_probs(demo_tokenizer, tmp_path, serv
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it
 def test_adapters_are_merged_into_what_is_sent(demo_tokenizer, tmp_path, serve):
     pytest.importorskip("peft")
-    _, stand_in = serve(demo_tokenizer)
+    (stand_in,) = serve(demo_tokenizer)
     trainer = served(demo_tokenizer, tmp_path / "run", stand_in, lora={"rank": 4})
     trainer.train()
     assert all(0 < line["sampler/gap"] < 1e-5 for line in metrics_of(tmp_path / "run") if line["step"])
@@ -201,11 +199,11 @@ class Count:
 
 def test_episodes(tmp_path, serve):
     family = FAMILIES["qwen2_5"]
-    _, first, second = serve(family.tokenizer, 2, conversing())
+    first, second = serve(family.tokenizer, 2, conversing())
     for stand_in in (first, second):
-        stand_in.max_model_len = 1024
+        stand_in.described["max_model_len"] = 1024
     settings = {
-        "engine": "vllm",
+        "engine": "server",
         "url": (first.url, second.url),
         "stop": tuple("aeiou0123456789"),
         "precision": "float32",
@@ -222,13 +220,12 @@ def test_episodes(tmp_path, serve):
 
 
 REFUSED = {
-    "no address": ({"url": ()}, "set vllm.url"),
+    "no address": ({"url": ()}, "set server.url"),
     "public": ({"url": "http://8.8.8.8:8000"}, "public address"),
-    "top-p": ({"top_p": 0.9}, "VLLMEngine lacks .* support"),
-    "top-p, not replayed": ({"top_p": 0.9, "replay_sampling": False}, "VLLMEngine lacks .* full_logps"),
-    "grammar": ({"regex": "a"}, "VLLMEngine lacks .* grammars"),
+    "top-p, not replayed": ({"top_p": 0.9, "replay_sampling": False}, "ServedEngine lacks .* full_logps"),
     "temperature": ({"temperature": 0.005}, "rollout.temperature is 0.005: vLLM would raise it to 0.01"),
-    "penalty": ({"repetition_penalty": 1.1}, "VLLMEngine lacks .* repetition_penalty"),
+    "high temperature": ({"temperature": 2.5}, "rollout.temperature is 2.5: vLLM refuses more than 2"),
+    "penalty": ({"repetition_penalty": 1.1}, "ServedEngine lacks .* repetition_penalty"),
 }
 
 
@@ -237,12 +234,12 @@ def test_settings_are_refused_before_anything_is_read(demo_tokenizer, name):
     settings, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make_trainer(
-            demo_tokenizer, None, rows="no such file", **{"engine": "vllm", "url": "http://127.0.0.1:9"} | settings
+            demo_tokenizer, None, rows="no such file", **{"engine": "server", "url": "http://127.0.0.1:9"} | settings
         )
 
 
 def test_servers_are_checked_before_the_model_is_loaded(demo_tokenizer, serve, monkeypatch):
-    _, stand_in = serve(demo_tokenizer, model=tiny_llama(11))
+    (stand_in,) = serve(demo_tokenizer, model=tiny_llama(11))
 
     def loaded(*_, **__):
         raise AssertionError("the model was loaded")

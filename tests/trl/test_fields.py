@@ -8,7 +8,6 @@ from dataclasses import fields
 from functools import cache
 from operator import attrgetter
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from transformers import TrainingArguments, trainer_callback
@@ -83,6 +82,7 @@ VALUES: dict[str, Any] = {
     "activation_checkpointing_kwargs": {"use_reentrant": False},
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
     "tf32": False,
+    "vllm_gpu_memory_utilization": 0.5,
 }
 """A value for each field that is not its default; for the others it follows from the default's type."""
 ENTROPY = ("entropy_coef_delta", "entropy_target", "entropy_coef_min", "entropy_coef_max")
@@ -115,12 +115,6 @@ NOT_HERE = {
     "fsdp_config": "with fsdp",
 }
 """Fields whose effect cannot be seen in a translation on a CPU."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def vllm_is_installed():
-    with patch("cohort.trl.translate.find_spec", lambda name: name):
-        yield
 
 
 def is_setting(to: str) -> bool:

@@ -6,9 +6,7 @@ import fnmatch
 import json
 import math
 import os
-import sys
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,12 +20,6 @@ from cohort.trl.config import FIELDS, TABLE, Batch
 from cohort.trl.notice import differences
 from cohort.trl.translate import in_trl_terms, layout_of, translate
 from tests.conftest import each
-
-
-@pytest.fixture(autouse=True, scope="module")
-def vllm_is_installed():
-    with patch("cohort.trl.translate.find_spec", lambda name: name):
-        yield
 
 
 def translated(**fields: Any) -> Any:
@@ -85,23 +77,22 @@ def test_weights_by_the_sampler_only_with_vllm():
 
 
 def test_servers_of_vllm():
-    url = translated(use_vllm=True, vllm_mode="server", vllm_server_host="10.0.0.2").vllm.url
-    assert url == ("http://10.0.0.2:8000",)
-    vllm = translated(use_vllm=True, vllm_enable_sleep_mode=True, vllm_max_model_length=4096).vllm
-    assert (vllm.start, vllm.sleep, vllm.python) == (True, True, sys.executable)
-    arguments = "--gpu-memory-utilization 0.3 --tensor-parallel-size 1 --max-model-len 4096"
-    assert vllm.arguments == tuple(arguments.split())
+    found = translated(use_vllm=True, vllm_mode="server", vllm_server_host="10.0.0.2", vllm_enable_sleep_mode=True)
+    assert (found.rollout.engine, found.rollout.sleep) == ("server", True)
+    assert found.server.url == ("http://10.0.0.2:8000",)
+    assert translated(use_vllm=True, vllm_mode="server").server.url == ("http://127.0.0.1:8000",)
 
 
-def test_vllm_in_the_trainer_s_process_is_a_server_of_one_process(monkeypatch):
-    args = GRPOConfig("out", use_vllm=True)
-    args.generation_batch_size = 16  # as it is when the arguments are made in two processes
-    args.steps_per_generation = 1
-    with pytest.raises(ConfigError, match="'colocate' is for one process here, and there are 2: start a server"):
-        translate(args, world_size=2, num_prompts=8)
-    monkeypatch.setattr("cohort.trl.translate.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="needs vLLM, which is not installed .* set use_vllm=False"):
-        translate(GRPOConfig("out", use_vllm=True), num_prompts=8)
+def test_vllm_in_the_trainer_s_process():
+    found = translated(use_vllm=True, vllm_enable_sleep_mode=True, vllm_max_model_length=4096)
+    assert (found.rollout.engine, found.rollout.sleep) == ("vllm", True)
+    vllm = found.vllm
+    assert (vllm.gpu_memory_utilization, vllm.tensor_parallel_size, vllm.max_model_len) == (0.3, 1, 4096)
+    assert vllm.arguments == {}
+    other = translated(use_vllm=True, vllm_model_impl="transformers", vllm_structured_outputs_regex="[0-9]+")
+    assert other.vllm.arguments == {"model_impl": "transformers"}
+    assert (other.rollout.regex, other.rollout.sleep) == ("[0-9]+", False)
+    assert translated().rollout.engine == "local"
 
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])

@@ -24,6 +24,7 @@ from cohort.config.schema import (
     ReportConfig,
     RewardConfig,
     RolloutConfig,
+    ServerConfig,
     Source,
     ThresholdsConfig,
     VLLMConfig,

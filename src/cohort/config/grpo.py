@@ -36,6 +36,7 @@ class GRPOConfig(Section):
     data: schema.DataConfig = schema.DataConfig()
     rollout: schema.RolloutConfig = schema.RolloutConfig()
     vllm: schema.VLLMConfig = schema.VLLMConfig()
+    server: schema.ServerConfig = schema.ServerConfig()
     environment: schema.EnvironmentConfig = schema.EnvironmentConfig()
     reward: schema.RewardConfig = schema.RewardConfig()
     objective: schema.ObjectiveConfig = schema.ObjectiveConfig()
@@ -82,8 +83,8 @@ class GRPOConfig(Section):
                 f"objective.ref_model_sync_steps ({objective.ref_model_sync_steps}) must be at least the updates of "
                 f"one rollout ({objective.updates_per_rollout}): reference log-probs are computed once per rollout"
             )
-        if rollout.lag and self.vllm.sleep:
-            raise ValueError("vllm.sleep frees the servers during the update, when rollout.lag samples: unset one")
+        if rollout.lag and rollout.sleep:
+            raise ValueError("rollout.sleep frees memory during the update, when rollout.lag samples: unset one")
         if self.data.streaming and self.run.max_steps is None:
             raise ValueError("data.streaming reads data of unknown length: set run.max_steps")
         weights, functions = self.reward.weights, self.reward.functions
@@ -119,7 +120,6 @@ class GRPOConfig(Section):
             "model.lora.save_merged": self.model.lora.save_merged,
             "model.router_aux_loss_coef": self.model.router_aux_loss_coef > 0,
             "report.term_norms_steps": self.report.term_norms_steps > 0,
-            "rollout.lag, with rollout.engine 'local',": self.rollout.lag > 0 and self.rollout.engine == "local",
         }
         for setting, is_set in refused.items():
             if is_set:
@@ -274,7 +274,7 @@ class Schedule:
             region = self.objective.trust_region
             if region is not None and region.rule != "custom" and not self.config.rollout.lag:
                 old += f"; {region.rule} has no effect without several updates (objective.minibatches)"
-        elif self.objective.ratio_anchor == "sampler" and self.config.rollout.engine == "local":
+        elif self.objective.ratio_anchor == "sampler" and self.config.rollout.engine in ("local", "auto"):
             old += "; the engine samples with the same weights, so every ratio is 1 but for rounding"
         ref = "one no-grad pass per rollout" if self.needs_ref_logps else "over the vocabulary, in every update"
         if self.objective.beta == 0:

@@ -209,8 +209,8 @@ def suggestion(name: str, schema: type[Section], prefix: str = "", *, python: bo
 def _suggestion(name: str, schema: type[Section], prefix: str) -> str:
     nested = {path.split(".")[2]: path for path in marks_of(schema) if path.count(".") == 2}
     key, paths = name.rpartition(".")[2], nested | setting_paths(schema)
-    if key in foreign_names():
-        return f": {foreign_names()[key]}"
+    if found := foreign_names().get(name) or foreign_names().get(key):
+        return f": {found}"
     if key in paths:  # the right name in the wrong section, or in none
         return f"; did you mean {prefix}{paths[key]}?"
     if hint := did_you_mean(name, paths.values(), form=f"{prefix}{{}}", cutoff=0.75):
@@ -274,7 +274,7 @@ class ModelConfig(Section):
     hidden size of 256), and float32 elsewhere."""
     float32_head: bool = False
     """Compute the head in float32 when `precision` is "bfloat16", as ScaleRL does (arXiv 2510.13786): logits are not
-    rounded to bfloat16. Slower. vLLM servers compute theirs in their own dtype."""
+    rounded to bfloat16. Slower. vLLM and servers compute theirs in their own dtype."""
     device: Annotated[str, Mark("free", flag="device")] = "auto"
     """"auto", "cpu", "cuda", "cuda:1". "auto" is CUDA if available, else the CPU."""
     dropout: bool = False
@@ -559,8 +559,17 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """Sampling."""
 
-    engine: Annotated[Literal["local", "vllm"], UNSEEN] = "local"
-    """"local" samples in the trainer's process with the trainer's weights; "vllm" on the servers of `[vllm]`."""
+    engine: Annotated[Literal["auto", "local", "vllm", "server"], Mark(measures="", flag="engine")] = "auto"
+    """"local" samples with the trainer's own weights and modules; "vllm" with vLLM in the trainer's process (`[vllm]`,
+    extra "vllm"); "server" on the servers of `[server]`. "auto": vllm on CUDA, where it is installed and can do what
+    the run asks, and local elsewhere; the start says which and why."""
+    sleep: Annotated[bool | None, Mark("free", measures="")] = None
+    """Free the memory of vLLM in the process, or of servers on the trainer's own GPU, during the updates. Unset: that
+    of vLLM in the process, on a GPU without `rollout.lag`. A vLLM server needs --enable-sleep-mode."""
+    probe_threshold: PositiveFloat | None = None
+    """With vllm or servers: mean difference, in nats, between their log-probs of a fixed text and the trainer's, above
+    which a run stops. Compared at the start and after every update. Unset: 0.001 in float32, 0.03 in float16, 0.1 in
+    bfloat16."""
     prompts_per_step: Annotated[PositiveInt, UNSEEN] = 8
     """Prompts in a rollout (P)."""
     num_generations: Annotated[int, Field(ge=1, le=MAX_GENERATIONS), UNSEEN] = 8
@@ -589,18 +598,21 @@ class RolloutConfig(Section):
     """Compute the update's log-probabilities over the tokens that sampling could choose from, instead of over the whole
     vocabulary. Off: ratios treat the truncated distribution as the policy's. Makes a difference only with the settings
     from `top_k` on."""
+    replay_routing: Annotated[bool, UNSEEN] = False
+    """In a mixture of experts, let the update send each token to the experts that the sampler sent it to ('cohort docs
+    scale'). Needs an engine that records them."""
     stop: Annotated[Strings, Mark(measures="sampling", flag="stop")] = ()
     """Strings that end a completion. Their tokens remain part of it."""
     max_batch_size: Annotated[PositiveInt, Mark("free", measures="", flag="batch_size")] = 256
-    """Maximum number of completions decoded at the same time. Affects memory only: random draws are the same, samples
-    are equal up to rounding."""
+    """Maximum number of completions decoded at the same time, on each server if there are servers. Affects memory only:
+    random draws are the same, samples are equal up to rounding."""
     lag: Annotated[Count, UNSEEN] = 0
     """How many steps sampling and scoring run ahead of training, in the background (see 'cohort docs scale'): step t
     samples with the weights after step t - 1 - lag, exactly. 0: each step samples with the present weights and then
     trains. 1 hides sampling behind training; 2 also hides rewards that take longer than a step."""
     cache_tokens: Annotated[PositiveInt | None, Mark("free", measures="", flag="cache_tokens")] = None
-    """Maximum number of tokens in the key-value cache, including prompts; completions that do not fit wait. Affects
-    memory only, as above. Unset: as many as fit half of the free memory."""
+    """Maximum number of tokens in the local engine's key-value cache, including prompts; completions that do not fit
+    wait. Affects memory only, as above. Unset: as many as fit half of the free memory."""
 
     @field_validator("json_schema")
     @classmethod
@@ -619,9 +631,35 @@ class RolloutConfig(Section):
 
 
 class VLLMConfig(Section):
-    """vLLM servers, used with `rollout.engine = "vllm"`. They receive the weights after every update."""
+    """vLLM in the trainer's process, used with `rollout.engine = "vllm"`. Each rank has one on its device."""
 
     marked = PLACE
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that hold one copy of vLLM's weights together."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the GPU's memory for vLLM's weights and its cache of keys and values. Unset: 0.9 of what is free when
+    everything else of the trainer is there, 0.45 without `rollout.sleep`."""
+    max_model_len: PositiveInt | None = None
+    """Maximum number of tokens of a prompt with its completion. Unset: what the run's data and settings need, and 4096
+    if the model has so many."""
+    arguments: Annotated[dict[str, Any], COMMAND] = {}
+    """Further arguments of `vllm.LLM`, as in { enforce_eager = true }."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        own = ("model", "tokenizer", "dtype", "load_format", "logprobs_mode", "seed", *cls.model_fields)
+        if taken := sorted(set(value).intersection(own)):
+            raise ValueError(f"{', '.join(taken)} of vllm.LLM is set by the trainer: leave it out")
+        return value
+
+
+class ServerConfig(Section):
+    """Servers that sample, used with `rollout.engine = "server"`. They receive the weights after every update."""
+
+    marked = PLACE
+    kind: Literal["vllm", "sglang"] = "vllm"
+    """What the servers run."""
     url: Annotated[Strings, OneAsList, COMMAND] = ()
     """Address of a server, or a list of addresses, as in "http://127.0.0.1:8000": loopback or a private network."""
     request_timeout: PositiveFloat = 600.0
@@ -629,27 +667,14 @@ class VLLMConfig(Section):
     another."""
     startup_timeout: PositiveFloat = 600.0
     """How long to wait for servers to answer when a run starts, in seconds."""
-    start: bool = False
-    """Start a server on this machine and end it with the run, instead of `vllm.url`. Its log is logs/vllm.log in the
-    run folder."""
-    python: Annotated[PathName, Mark("free", file=True, runs="command", experiment=False)] = ""
-    """With `vllm.start`: the Python interpreter of the environment in which vLLM is installed."""
-    arguments: Annotated[Strings, COMMAND] = ()
-    """With `vllm.start`: further arguments of the server, as in ["--max-model-len", "4096"]."""
-    transport: Literal["files", "group"] = "files"
-    """How weights get to servers. "files": as safetensors in shared memory, or in `vllm.folder`. "group": by broadcasts
-    in a torch process group for each server, through NCCL between GPUs and gloo elsewhere."""
+    transport: Literal["folder", "group"] = "folder"
+    """How weights get to servers. "folder": as safetensors in shared memory, or in `server.folder`. "group": by
+    broadcasts in a torch process group for each server, through NCCL between GPUs and gloo elsewhere."""
     folder: Annotated[PathName, COMMAND] = ""
-    """With `vllm.transport` "files": a folder that the trainer and all servers see under this name. Unset: shared
+    """With `server.transport` "folder": a folder that the trainer and all servers see under this name. Unset: shared
     memory, which needs the servers on this machine."""
     update_timeout: PositiveFloat = 600.0
     """Time limit of an update of a server's weights in seconds."""
-    probe_threshold: PositiveFloat | None = None
-    """Mean difference, in nats, between a server's log-probs of a fixed text and the trainer's, above which a run
-    stops. Compared at the start and after every update. Unset: 0.001 in float32, 0.03 in float16, 0.1 in bfloat16."""
-    sleep: bool = False
-    """For a server on the trainer's own GPU: free its memory during updates (sleep level 2 of vLLM). Servers need
-    --enable-sleep-mode; one that `vllm.start` starts gets it."""
 
 
 class EnvironmentConfig(Section):

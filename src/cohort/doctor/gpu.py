@@ -6,8 +6,6 @@ findings with their numbers. On a CPU the same checks run, with smaller models.
 
 from __future__ import annotations
 
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -31,9 +29,8 @@ from cohort.policy.attention import packed_attention
 from cohort.policy.device import kind_of, release_memory
 from cohort.policy.flash import can_flash
 from cohort.policy.layout import Layout
-from cohort.rollout import LocalEngine, RNGKey, Sampling, VLLMEngine
-from cohort.rollout.vllm.own_server import OwnServer, interpreter
-from cohort.rollout.vllm.transports import transport_of
+from cohort.rollout import LocalEngine, RNGKey, Sampling, ServedEngine
+from cohort.rollout.served.colocated import Colocated, missing
 from cohort.runs.changes import machine, versions
 from cohort.train import NonFinite, Optimizer, StepContext, TokenBudget, lay_out, part_of, update
 from cohort.train.sweep import CACHED, most_gap, sampler_gap
@@ -51,8 +48,7 @@ LEAST_COSINE, MOST_NORM = 0.99, 0.05
 """Of a gradient in bfloat16 beside that in float32: the cosine of their angle, and the distance of their norms' ratio
 from 1."""
 FLAT = 200 * 2**20
-"""Bytes that may be lost from one sleep of a vLLM server to the next."""
-ARGUMENTS = ("--max-model-len", "512", "--gpu-memory-utilization", "0.3", "--skip-tokenizer-init")
+"""Bytes that may be lost from one sleep of vLLM to the next."""
 
 
 def examine_gpu(device: torch.device, vllm: VLLMConfig | None = None, skip: Sequence[str] = ()) -> Iterator[Finding]:
@@ -60,7 +56,7 @@ def examine_gpu(device: torch.device, vllm: VLLMConfig | None = None, skip: Sequ
 
     Args:
         device: a GPU, or the CPU.
-        vllm: has the interpreter of an environment with vLLM. None: this interpreter's.
+        vllm: settings of vLLM. None: the defaults.
         skip: names of checks to leave out.
 
     Raises:
@@ -206,32 +202,22 @@ def check_speed(device: torch.device) -> list[Finding]:
 
 
 def check_sleep(device: torch.device, vllm: VLLMConfig) -> list[Finding]:
-    """Memory that is left on the GPU while a vLLM server sleeps, after weights were sent to it. What the first of three
+    """Memory that is left on the GPU while vLLM sleeps in this process, after it got weights. What the first of three
     rounds allocates may stay."""
-    own = {"python": vllm.python or sys.executable, "sleep": True, "arguments": (*ARGUMENTS, *vllm.arguments)}
-    vllm = vllm.model_copy(update=own)
-    try:
-        interpreter(vllm)
-    except ConfigError as error:
-        return skipped("sleep", str(error))
+    if why := missing():
+        return skipped("sleep", why)
     policy, free = context_of(device, torch.bfloat16).policy, []
-    with tempfile.TemporaryDirectory() as folder:
-        policy.model.save_pretrained(folder)
-        with closing(OwnServer(vllm, folder, dtype="bfloat16")) as server:
-            server.wait(vllm.startup_timeout)
-            transport = transport_of(vllm, device)
-            transport.check([server.server])
-            engine = VLLMEngine(policy, None, (), [server.server], transport, sleeps=True)
-            for _ in range(3):
-                policy.version += 1
-                engine.update_weights(policy.version)
-                engine.sleep()
-                release_memory()
-                free.append(torch.cuda.mem_get_info(device)[0])
-            engine.close()
-    lost, failures = free[1] - free[2], engine.fleet.failures
-    text = f"with vLLM asleep {size(free[2])} are free, {lost:,} bytes less than before; failed requests: {failures}"
-    return judged("sleep", lost <= FLAT and not failures, text, {"lost_bytes": lost, "failures": failures})
+    turns = Colocated(policy, None, vllm, context=512, sleeps=True, probe=None)
+    with closing(ServedEngine(policy, None, (), turns)) as engine:
+        for _ in range(3):
+            policy.version += 1
+            engine.update_weights(policy.version)
+            engine.sleep()
+            release_memory()
+            free.append(torch.cuda.mem_get_info(device)[0])
+    lost = free[1] - free[2]
+    text = f"with vLLM asleep {size(free[2])} are free, {lost:,} bytes less than before"
+    return judged("sleep", lost <= FLAT, text, {"lost_bytes": lost})
 
 
 def seconds(run: Callable[[], object], times: int = 5) -> float:

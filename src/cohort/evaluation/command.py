@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from glob import glob
 from pathlib import Path
@@ -25,6 +26,7 @@ from cohort.config import (
     hide_secrets,
     load_config,
     setting_names,
+    with_values,
 )
 from cohort.config.schema import marks_of
 from cohort.data import load_sets
@@ -32,6 +34,7 @@ from cohort.data.render import time_now
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
 from cohort.errors import ConfigError, DataError, NonFiniteError
+from cohort.evaluation.endpoint import EndpointModel, check_rewards
 from cohort.evaluation.evaluate import (
     NOT_PROPORTIONS,
     Evaluation,
@@ -282,8 +285,12 @@ class Request(EvalFlags):
         run = Path(source).parent if source and self.config is None else None
         config = load_config(source, given, of_run=run is not None) if source else apply_overrides({}, given)
         if run:
-            unused = ("data.train", "model.path", "model.lora", "vllm")
+            unused = ("data.train", "model.path", "model.lora", "server")
             config = settings_of_run(run, config, self.trust, given=setting_names(given), unused=unused)
+        if config.rollout.engine == "server":  # the servers have the weights of a training
+            if "rollout.engine" in setting_names(given):
+                raise ConfigError("cohort eval samples in its own process: set rollout.engine to 'vllm' or 'local'")
+            config = with_values(config, {"rollout.engine": "auto"})
         if not config.data.eval:
             raise ConfigError(f"no data to evaluate on: give --data FILE{self._why(run, 'eval_dataset')}")
         if not config.reward.functions and not config.environment.factory:
@@ -405,7 +412,13 @@ def evaluate(request: Request) -> int:
     settings = request.settings()
     request.check_files(settings)
     acting = Acting.of(settings.environment, group_size=settings.eval.num_generations_eval)
-    if acting is None and request.config is None:
+    if request.endpoint and (acting or settings.eval.max_completion_length_eval is None):
+        raise ConfigError(
+            "--endpoint samples texts of one turn: leave out tools and environments"
+            if acting
+            else "--endpoint needs --max-tokens: nobody here knows the model's context"
+        )
+    if acting is None and request.config is None and not request.endpoint:
         check_nothing_missing(request.model, "give --config to evaluate without them")
     rewards = reward_runner(acting, settings.reward.functions, settings)
     data = load_sets(None, settings.data)
@@ -414,11 +427,18 @@ def evaluate(request: Request) -> int:
     request.check_pass_rates(settings, rewards.names)
     resolve_device(settings.model.device)
     names = [request.model] if request.against is None else [request.model, request.against]
-    chosen = [model_of(request.model, request.checkpoint), *map(model_of, names[1:])]
+    first = (request.model, "") if request.endpoint else model_of(request.model, request.checkpoint)
+    chosen = [first, *map(model_of, names[1:])]
     now = time_now()  # one for both, where the settings have none
-    subjects = []
+    subjects: list[Subject] = []
     for name, (path, note) in zip(names, chosen, strict=True):
         own = request.settings_for(name, settings)
+        if request.endpoint and not subjects:
+            check_rewards(rewards)
+            remote = EndpointModel(request.endpoint, name)
+            evaluator = Evaluator.of(own, data, rewards, remote.tokenizer, None, flag="--max-tokens")
+            subjects.append(Subject(name, remote, evaluator))
+            continue
         model = ChosenModel.of(path, note, own.model, own.data, acting, now)
         context, tokens = context_length(model.config), known_tokens(path, model.config)
         fits = not _sets_length(settings)
@@ -447,7 +467,7 @@ class Subject:
 
     name: str
     """The name in the request."""
-    model: ChosenModel
+    model: ChosenModel | EndpointModel
     evaluator: Evaluator
 
 
@@ -503,7 +523,7 @@ def _evaluations(request: Request, settings: GRPOConfig, subjects: Sequence[Subj
 def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mapping[str, Evaluation]:
     """Load a model and evaluate it."""
     model, evaluator, count = subject.model, subject.evaluator, settings.eval.num_generations_eval
-    engine, prompts = model.engine(settings.rollout), sum(map(len, evaluator.sets.values()))
+    engine, prompts = model.engine(settings, evaluator.longest), sum(map(len, evaluator.sets.values()))
     if not quiet:
         print(
             f"evaluating {subject.name}" + (f": {model.note}" if model.note else ""),
@@ -519,7 +539,9 @@ def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mappi
     hidden = quiet or not sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=prompts * count)
-        found = evaluator.evaluate(model.sampler(engine), on_completion=lambda: bar.advance(task))
+        with closing(engine):
+            sampler: Any = engine if isinstance(model, EndpointModel) else model.sampler(engine)  # type: ignore[arg-type]
+            found = evaluator.evaluate(sampler, on_completion=lambda: bar.advance(task))
     if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
         raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
     return found

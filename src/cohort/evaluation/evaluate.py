@@ -223,6 +223,11 @@ class Evaluator:
             sampling = replace(sampling, max_completion_length=min(sampling.max_completion_length, room))
         return cls(made, rewards, sampling, config.eval, config.run.seed, config.rollout.max_batch_size)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its completion."""
+        return max(prompts.longest for prompts in self.sets.values()) + self.sampling.max_completion_length
+
     @waiting("evaluation")
     def evaluate(
         self,

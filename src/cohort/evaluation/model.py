@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.config import DataConfig, LoraConfig, ModelConfig, RolloutConfig
+from cohort.config import DataConfig, GRPOConfig, LoraConfig, ModelConfig
 from cohort.data.render import use_template
 from cohort.environments import Acting
 from cohort.environments.episode import TurnFormat
 from cohort.policy import end_token_ids, load_policy, load_tokenizer, read_config
-from cohort.rollout import LocalEngine, Sampler, local_engine
+from cohort.rollout import EngineSetup, LocalEngine, Sampler, ServedEngine
+from cohort.rollout.setup import with_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,21 @@ class ChosenModel:
         plain = {"lora": LoraConfig(), "quantization": "none", "router_aux_loss_coef": 0.0}
         return cls(path, note, loading.model_copy(update=plain), tokenizer, config, acting, turn_format)
 
-    def engine(self, limits: RolloutConfig) -> LocalEngine:
-        """The sampling engine, with the weights loaded."""
-        policy = load_policy(self.path, self.loading, self.config.get_text_config())
-        return local_engine(policy, self.tokenizer, limits)
+    def engine(self, settings: GRPOConfig, longest: int) -> LocalEngine | ServedEngine:
+        """The sampling engine, with the weights loaded: the one of ``rollout.engine``.
 
-    def sampler(self, engine: LocalEngine) -> Sampler:
+        Args:
+            settings: of sampling.
+            longest: tokens of the longest prompt with its completion.
+        """
+        config, _ = with_engine(settings.model_copy(update={"model": self.loading}), trains=False)
+        setup, text = EngineSetup(config, trains=False), self.config.get_text_config()
+        setup.connect(text, longest)
+        policy = load_policy(self.path, self.loading, text)
+        engine = setup.engine(policy, self.tokenizer)
+        engine.update_weights(policy.version)
+        return engine
+
+    def sampler(self, engine: LocalEngine | ServedEngine) -> Sampler:
         """The engine or, with tools or environments, what drives it through episodes."""
         return self.acting.sampler(engine, self.turn_format) if self.acting and self.turn_format else engine

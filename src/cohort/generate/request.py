@@ -39,7 +39,7 @@ FLAGS = {name: f"--{flag.replace('_', '-')}" for name, flag in SETTINGS.items()}
     "model.path": "MODEL",
 }
 """The flags for settings that errors of other rooms name."""
-UNUSED = ("data.train", "data.eval", "data.filter", "model.path", "model.lora", "vllm", "reward", "objective")
+UNUSED = ("data.train", "data.eval", "data.filter", "model.path", "model.lora", "server", "reward", "objective")
 
 
 @contextlib.contextmanager
@@ -91,6 +91,7 @@ class Request(GenerateFlags):
             given["rollout.max_completion_length"] = max(self.min_tokens, own.rollout.max_completion_length)
             longest = max(self.min_tokens, eval_sampling(own).max_completion_length)
             given.setdefault("eval.max_completion_length_eval", longest)
+        given["rollout.engine"] = self.engine or "local"  # starting vLLM takes longer than a prompt
         settings = with_values(own, given)
         return settings_of_run(self.run, settings, self.trust, given=given, unused=UNUSED) if self.run else settings
 

@@ -35,7 +35,7 @@ from cohort.generate.request import (
     within_context,
 )
 from cohort.policy import resolve_device
-from cohort.rollout import LocalEngine, Purpose, RNGKey, TokenEvent, Watch
+from cohort.rollout import LocalEngine, Purpose, RNGKey, ServedEngine, TokenEvent, Watch
 from cohort.rollout.checks import describe_end_tokens
 from cohort.rollout.trajectory import REPLACEMENT, decode
 from cohort.runs.chosen import model_of
@@ -322,7 +322,11 @@ class Job:
                 f"warning: {unknown} of {tokens} tokens of the prompts are the unknown token: the model's tokenizer "
                 "has no other for this text, and the model cannot read it"
             )
-        engine = self.model.engine(self.request.settings.rollout)
+        longest = max(
+            len(prompt.token_ids) + one.max_completion_length
+            for prompt, one in zip(self.prompts, self.samplings, strict=True)
+        )
+        engine = self.model.engine(self.request.settings, longest)
         if self.request.run:
             self._log(f"{self.model.note or self.model.path}, with the settings of the run {self.request.run}")
         if note := note_on_template(self.request):
@@ -336,6 +340,7 @@ class Job:
                 self._sample(engine, results, meter, interrupted)
             finally:
                 results.flush()
+                engine.close()
                 if self.acting:
                     self.acting.close()
             seconds = time.monotonic() - started
@@ -350,7 +355,9 @@ class Job:
             )
         return 0
 
-    def _sample(self, engine: LocalEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
+    def _sample(
+        self, engine: LocalEngine | ServedEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]
+    ) -> None:
         count, key = self.request.count, RNGKey(self.request.settings.run.seed, 0, Purpose.EVAL)
         stream = TextStream(self.tokenizer) if self.streams else None
         if stream and self.request.prefix:  # its tokens are not drawn, so on_token is not called for them
@@ -396,7 +403,7 @@ class Job:
                 file.write(as_json(line, ensure_ascii=False, default=str))
                 file.flush()
 
-    def describe(self, engine: LocalEngine) -> str:
+    def describe(self, engine: LocalEngine | ServedEngine) -> str:
         """The model, every setting that sampling depends on, and the end tokens."""
         shortest = min(self.samplings, key=lambda sampling: sampling.max_completion_length)
         longest = max(sampling.max_completion_length for sampling in self.samplings)

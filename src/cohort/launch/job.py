@@ -196,10 +196,9 @@ def _check_settings(config: GRPOConfig, ranks: int) -> None:
         raise ConfigError(f"model.device {device!r} is one GPU, and there are {ranks} ranks: set it to 'cuda'")
     world = World(size=ranks)
     layout_of(layout, world)
-    if config.rollout.engine == "vllm":
-        from cohort.rollout.setup import EngineSetup
+    from cohort.rollout.setup import EngineSetup, with_engine
 
-        EngineSetup(config, world)
+    EngineSetup(with_engine(config, world)[0], world)
 
 
 def _gpus(device: str) -> int:

@@ -19,6 +19,7 @@ from cohort.policy.compute import ComputeModel
 from cohort.policy.parts import UnsupportedModel, need, need_window_of_type
 from cohort.policy.passes import Hidden, Mixing, base_of, recomputed_in
 from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE, Recurrence, steps_of, unit
+from cohort.policy.routing import replaying
 
 # ----------------------------------------
 # The recurrent layers of a transformers model over packed sequences that continue shared prefixes.
@@ -257,7 +258,8 @@ class CustomAttention:
         """See ``Body``."""
         decoder = self._base.get_decoder()
         arguments: dict[str, Any] = {"output_router_logits": True} if self.model.router_aux_loss_coef else {}
-        with self._context(), recomputed_in(self._context, decoder):
+        context = functools.partial(self._context, packed.routes_T)
+        with context(), recomputed_in(context, decoder):
             run = functools.partial(
                 decoder,
                 input_ids=ids_T[None],
@@ -271,12 +273,12 @@ class CustomAttention:
         return packed.select(Hidden(output.last_hidden_state[0], routers))
 
     @contextlib.contextmanager
-    def _context(self) -> Iterator[None]:
-        """The model's compute dtype and packed attention. Transformers makes no masks for an attention function without
-        a mask function."""
+    def _context(self, routes_T: Tensor | None) -> Iterator[None]:
+        """The model's compute dtype, packed attention and routes. Transformers makes no masks for an attention function
+        without a mask function."""
         config = self._base.get_decoder().config
         before = config._attn_implementation
-        with self.model.compute(), in_passes(self._mixers):
+        with self.model.compute(), in_passes(self._mixers), replaying(routes_T):
             config._attn_implementation = INTERFACE
             try:
                 yield

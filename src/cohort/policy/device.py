@@ -40,7 +40,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
     On CUDA, torch's allocator keeps pages of one growing range instead of blocks of past sizes: what an update has
     freed holds the keys and values of the next rollout. Not where an environment variable has set the allocator up, and
-    not under WSL, whose driver fails with it. It is set for this process alone: a vLLM server cannot sleep with it."""
+    not under WSL, whose driver fails with it. vLLM in this process switches it off for what it frees to sleep."""
     if sys.platform != "linux":
         return
     if device.type == "cpu" and (set_option := getattr(ctypes.CDLL(None), "mallopt", None)):

@@ -22,6 +22,7 @@ from cohort.policy.head import gradient_of, in_like_shapes
 from cohort.policy.narrow import takes_in_place
 from cohort.policy.parts import Experts, Gated, Norm, need
 from cohort.policy.passes import Hidden, PackedPass
+from cohort.policy.routing import replaying
 
 Angles = dict[str, tuple[Tensor, Tensor]]
 """Cosines and sines of the tokens' positions, by kind of rotation."""
@@ -123,9 +124,9 @@ class LeanLayers:
             normed = normed.index_select(0, index_N) if layer.parallel else normed
         update = self._scaled(layer.output(mixed), layer.after_attention)
         if layer.parallel:
-            return x, update + self._scaled(self._mlp(layer.mlp, normed), None)
+            return x, update + self._scaled(self._mlp(layer.mlp, normed, packed.routes_T, drawn_N), None)
         x, normed = self._add_norm(x, update, layer.before_mlp)
-        return x, self._scaled(self._mlp(layer.mlp, normed), layer.after_mlp)
+        return x, self._scaled(self._mlp(layer.mlp, normed, packed.routes_T, drawn_N), layer.after_mlp)
 
     def _only_keys(self, number: int, packed: PackedPass) -> bool:
         return number == packed.only_keys_of or (packed.read is not None and number + 1 == len(self.anatomy.layers))
@@ -164,9 +165,12 @@ class LeanLayers:
             q, k = norms(q, k)
         return [part.to(fused.narrow).transpose(0, 1) for part in (q, k, v)], gate
 
-    def _mlp(self, mlp: Gated | Experts, normed: Tensor) -> Tensor:
+    def _mlp(self, mlp: Gated | Experts, normed: Tensor, routes_T: Tensor | None, drawn_N: Tensor | None) -> Tensor:
         if isinstance(mlp, Experts):
-            return mlp(normed)
+            if routes_T is not None and drawn_N is not None:
+                routes_T = routes_T.index_select(0, drawn_N.to(routes_T.device))
+            with replaying(routes_T):
+                return mlp(normed)
         return mlp.down(self.fused.gate(*mlp.gate_up.beside(normed), gelu=self.anatomy.gelu))
 
     def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:

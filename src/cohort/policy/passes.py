@@ -35,11 +35,17 @@ from cohort.policy.head import Head, in_like_shapes
 from cohort.policy.layout import Layout
 from cohort.policy.load import longrope_length
 from cohort.policy.recurrent import Recurrence, Recurring, StateKey, convolve
+from cohort.policy.routing import replaying
 from cohort.policy.rows import PackedRows
+from cohort.types import joined_routes
 
 KeysValues = dict[Any, tuple[Tensor, ...]]
 """What layers keep of prompts without their last tokens: by layer, the keys and values, ``[A, X, D]`` each, end to end;
 of a recurrent layer, by layer and name, its state after each prompt that has such tokens, ``[P, ...]``."""
+
+
+PromptRoutes = Sequence[Tensor | None] | None
+"""For each prompt how its tokens but the last are routed, ``[P - 1, L, K]``; None: freely. See ``routing``."""
 
 
 class Prefixes:
@@ -52,6 +58,7 @@ class Prefixes:
             ``backward``.
         result: the last hidden states of the prompts, if ``backward`` is to begin there: with weights that are gathered
             per layer, the backward pass of a layer's output gathers them. Its gradient is 0.
+        routes: of prompts that are computed with each row.
     """
 
     def __init__(
@@ -61,8 +68,9 @@ class Prefixes:
         *,
         attached: bool,
         result: Tensor | None = None,
+        routes: PromptRoutes = None,
     ) -> None:
-        self.prompt_ids, self._result = prompt_ids, result
+        self.prompt_ids, self._result, self.routes = prompt_ids, result, routes
         self._computed, self.attached = keys_values, attached
         self.keys_values = {key: parts if attached else tuple(map(_leaf, parts)) for key, parts in keys_values.items()}
 
@@ -112,7 +120,9 @@ class Passes(Protocol):
     """Whether prompts are computed once, and not with every row."""
     head: Head
 
-    def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
+    def read(
+        self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False, routes: PromptRoutes = None
+    ) -> Prefixes:
         """Compute what rows need of prompts; see ``Prefixes``."""
 
     def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
@@ -124,6 +134,8 @@ class Mixing(Recurring, Protocol):
 
     tokens: int
     """T. Tokens after them are padding."""
+    routes_T: Tensor | None
+    """How they are routed in a mixture of experts, ``[T, L, K]``; None: freely."""
 
     def select(self, found: Hidden) -> Hidden:
         """The hidden states that are needed, from those of all tokens."""
@@ -175,7 +187,9 @@ class SharedPasses:
         if kind_of(model.device) == "cpu":
             self.description += ", native kernels" if self.native else f", no native kernels: {reason}"
 
-    def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
+    def read(
+        self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False, routes: PromptRoutes = None
+    ) -> Prefixes:
         """See ``Passes``."""
         keys_values: KeysValues = {}
         ids = [torch.as_tensor(prompt[:-1]) for prompt in prompt_ids if len(prompt) > 1]
@@ -183,6 +197,7 @@ class SharedPasses:
         if ids:
             layout = Layout(list(map(len, ids)), self.model.device)
             packed = PackedPass(layout, self.native, read=keys_values)
+            packed.take_routes(routes_of(prompt_ids, routes))
             hidden = self._run(torch.cat(ids), packed)
             # Checkpointed layers hold the pass until their backward pass. It must not hold what they have computed:
             # without a backward pass, both would stay in memory.
@@ -196,6 +211,7 @@ class SharedPasses:
         before = [len(prompt) - 1 for prompt in prefixes.prompt_ids]
         layout = Layout(rows.lengths_B.tolist(), self.model.device, rows.prompt_B.tolist(), before)
         packed = PackedPass(layout, self.native, prefixes=prefixes.keys_values, drawn_N=rows.drawn_N)
+        packed.take_routes(rows.routes_T)
         return self._run(rows.inputs_T(prefixes.prompt_ids), packed)
 
     def _run(self, ids_T: Tensor, packed: PackedPass) -> Hidden:
@@ -221,6 +237,7 @@ class PackedPass:
 
     only_keys_of: int | None = None
     """The layer of whose results only keys and values are needed. None: of no layer."""
+    routes_T: Tensor | None = None
 
     def __init__(
         self,
@@ -237,6 +254,10 @@ class PackedPass:
         self.read = read
         self.prefixes = prefixes or {}
         self.drawn_N = drawn_N
+
+    def take_routes(self, routes_T: Tensor | None) -> None:
+        """Route the tokens so; see ``Mixing``."""
+        self.routes_T = None if routes_T is None else routes_T.to(self.layout.positions_T.device)
 
     def select(self, found: Hidden) -> Hidden:
         """The hidden states that are needed, from those of all tokens."""
@@ -349,9 +370,11 @@ class PlainPasses:
         if self._longest is not None:
             self.description += f", texts of at most {self._longest:,} tokens because of its longrope"
 
-    def read(self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False) -> Prefixes:
+    def read(
+        self, prompt_ids: Sequence[Sequence[int]], *, attached: bool = False, routes: PromptRoutes = None
+    ) -> Prefixes:
         """See ``Passes``. Nothing is computed yet."""
-        return Prefixes(prompt_ids, {}, attached=attached)
+        return Prefixes(prompt_ids, {}, attached=attached, routes=routes)
 
     def hidden(self, prefixes: Prefixes, rows: PackedRows) -> Hidden:
         """See ``Passes``.
@@ -377,8 +400,14 @@ class PlainPasses:
         keep = input_ids.shape[1] - shortest + 1
         row_T, position_T = rows.rows_and_positions
         index_T = row_T * keep + prompt_lengths_B[row_T] - shortest + position_T
-        compute = self.model.compute
-        with compute(), recomputed_in(compute, self.model.model):
+        routes = self._routes(prefixes, rows, input_ids.shape[1])
+
+        @contextlib.contextmanager
+        def context() -> Iterator[None]:
+            with self.model.compute(), replaying(routes):
+                yield
+
+        with context(), recomputed_in(context, self.model.model):
             if self.head.linear is None:
                 hidden = self.model.logits(input_ids, keep=keep, use_cache=False).logits
             else:
@@ -386,6 +415,29 @@ class PlainPasses:
                 run = functools.partial(decoder, input_ids=input_ids, use_cache=False)
                 hidden = call_gathered(self.model.model, run).last_hidden_state[:, -keep:]
         return Hidden(hidden.flatten(0, 1)).select(index_T if rows.drawn_N is None else index_T[rows.drawn_N])
+
+    def _routes(self, prefixes: Prefixes, rows: PackedRows, width: int) -> Tensor | None:
+        """How prompts, rows and padding are routed, flat. None: all freely."""
+        of_rows = [None] * len(rows.prompt_B) if rows.routes_T is None else rows.routes_T.split(rows.lengths_B.tolist())
+        parts: list[tuple[Tensor | None, int]] = []
+        for prompt, length, routes in zip(rows.prompt_B.tolist(), rows.lengths_B.tolist(), of_rows, strict=True):
+            before = len(prefixes.prompt_ids[prompt]) - 1
+            parts += [(prefixes.routes[prompt] if prefixes.routes else None, before), (routes, length)]
+            parts.append((None, width - before - length))
+        found = filled_routes(parts)
+        return None if found is None else found.to(self.model.device)
+
+
+def routes_of(prompt_ids: Sequence[Sequence[int]], routes: PromptRoutes) -> Tensor | None:
+    """The routes of prompts without their last tokens, end to end."""
+    pairs = zip(routes or [None] * len(prompt_ids), prompt_ids, strict=True)
+    return filled_routes([(one, len(ids) - 1) for one, ids in pairs])
+
+
+def filled_routes(parts: Sequence[tuple[Tensor | None, int]]) -> Tensor | None:
+    """``types.joined_routes`` of tensors."""
+    found = joined_routes([(None if one is None else one.numpy(), count) for one, count in parts])
+    return None if found is None else torch.from_numpy(found)
 
 
 def needs_states(model: Any) -> bool:

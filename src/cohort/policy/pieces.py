@@ -131,6 +131,7 @@ class Pieces:
         self.in_prefixes = slice(start, start + self.before), sum(map(bool, lengths[:prompt]))
         """Where the prompt lies on axis X of the prefixes, and its number among those that have states."""
         self.ids_T = row.inputs_T(prefixes.prompt_ids).to(passes.model.device)
+        self.routes_T = row.routes_T
         self.spans, self.outputs = _spans(row, most)
         self.stages, self.ends = _stages(passes)
         self._inputs: list[Tensor | None] = []  # the residual stream before each stage but the first
@@ -167,6 +168,7 @@ class Pieces:
         drawn_N = torch.zeros(1, dtype=torch.int64) if nothing else span.drawn_N
         packed = Piece(layout, self.passes.native, kept.before(span), drawn_N)
         packed.only_keys_of = only_keys_of
+        packed.take_routes(None if self.routes_T is None else self.routes_T[span.tokens])
         inputs = self.passes.padded(self.ids_T[span.tokens]) if given is None else in_like_shapes(given)
         return self.stages[number](inputs, in_like_shapes(layout.positions_T), packed), packed
 
@@ -381,7 +383,11 @@ def _each(rows: PackedRows) -> list[PackedRows]:
     """Each row by itself, for the layers alone."""
     lengths = rows.lengths_B.tolist()
     drawn = [None] * len(lengths) if rows.drawn_T is None else rows.drawn_T.split(lengths)
-    parts = zip(rows.prompt_B.split(1), rows.ids_T.split(lengths), rows.lengths_B.split(1), drawn, strict=True)
+    routes = [None] * len(lengths) if rows.routes_T is None else rows.routes_T.split(lengths)
+    nothing = [None] * len(lengths)
+    parts = zip(
+        rows.prompt_B.split(1), rows.ids_T.split(lengths), rows.lengths_B.split(1), drawn, nothing, routes, strict=True
+    )
     return [PackedRows(*part) for part in parts]
 
 

@@ -7,7 +7,7 @@ import copy
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from cohort.policy.load import (
 from cohort.policy.narrow import use_exact_products
 from cohort.policy.passes import Passes, Prefixes, base_of
 from cohort.policy.pieces import hidden_in_pieces
+from cohort.policy.routing import Routing, replayable
 from cohort.policy.rows import Distribution, PackedRows
 from cohort.types import Support
 
@@ -92,6 +93,9 @@ class Policy(ComputeModel):
     """A model with the number of updates it has seen, and the log-probs that it gives to completions. See
     ``ComputeModel`` for its arguments."""
 
+    routing: Routing | None = None
+    """The mixtures of experts whose recorded routes its passes replay; None: all routers choose freely, those of
+    references and snapshots too."""
     version = 0
     """Optimizer updates that these weights have seen. Completions carry it."""
 
@@ -99,6 +103,14 @@ class Policy(ComputeModel):
     def passes(self) -> Passes:
         """How the trainer runs the model, chosen by a trial on a few tokens at the first access."""
         return choose_passes(self)
+
+    def replay_routes(self) -> None:
+        """Let passes route tokens by the experts of rows and prompts that have recorded some.
+
+        Raises:
+            ModelError: the model chooses its experts in a way that cannot be replayed.
+        """
+        self.routing = replayable(self.model, functools.partial(trial_logits, self))
 
     @contextlib.contextmanager
     def gradients_in_place(self) -> Iterator[None]:
@@ -136,6 +148,8 @@ class Policy(ComputeModel):
             repetition_penalty: as in sampling; see ``Distribution``. 1: no penalty.
             most_tokens: longer rows are computed in pieces of at most as many tokens, if they can be. None: no row is.
         """
+        if self.routing and rows.routes_T is not None:
+            self.routing.check(rows.routes_T)
         hidden = hidden_in_pieces(self.passes, prefixes, rows, most_tokens)
         return CompletionStates(
             hidden.states,
@@ -326,14 +340,35 @@ def load_policy(model: Any, config: ModelConfig, model_config: Any, *, seed: int
 # A policy's weights as checkpoints name them, for engines in other processes.
 
 
-def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors, as ``save_pretrained`` writes them: adapters are merged, a tied weight comes once, under the
-    name of the embedding. The tensors are the policy's own where nothing was converted: read them before the next
-    update. Weights that are divided over ranks have to be whole; see ``Layout.whole``."""
-    model: Any = merged(policy.model) if has_adapters(policy.model) else policy.model
+def named_weights(policy: Policy, *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, as ``save_pretrained`` writes them: adapters are merged, or left out with ``base``; a tied
+    weight comes once, under the name of the embedding. Of a quantized base come the values that it stands for. The
+    tensors are the policy's own where nothing was converted: read them before the next update. Weights that are divided
+    over ranks have to be whole; see ``Layout.whole``."""
+    model: Any = policy.model
+    if base and has_adapters(model):
+        model = model.get_base_model()
+    elif has_adapters(model):
+        model = merged(model)
     # Not state_dict(), before which FSDP2 divides the weights again.
-    state = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    own = {name: one for name, one in model.named_parameters() if not (base and ".lora_" in name)}
+    state = {name.replace(".base_layer.", "."): dequantized(parameter).detach() for name, parameter in own.items()}
     for prefix, module in model.named_modules():
         saved = module._buffers.keys() - module._non_persistent_buffers_set
         state |= {f"{prefix}.{name}".lstrip("."): module.get_buffer(name) for name in saved}
     yield from revert_weight_conversion(model, state).items()
+
+
+def dequantized(weight: Tensor) -> Tensor:
+    """The matrix that a weight of bitsandbytes stands for; any other weight as it is."""
+    found: Any = weight
+    match type(weight).__name__:
+        case "Params4bit":
+            from bitsandbytes.functional import dequantize_4bit
+
+            found = dequantize_4bit(found.data, found.quant_state)
+        case "Int8Params":
+            from bitsandbytes.functional import int8_vectorwise_dequant
+
+            found = int8_vectorwise_dequant(found.CB, found.SCB)
+    return cast("Tensor", found)

@@ -39,6 +39,8 @@ class PackedRows:
     """Which tokens were drawn, boolean. The last token of each row is. None: all of them."""
     support: Support | None = None
     """What the N drawn tokens were drawn from. None: the whole vocabulary."""
+    routes_T: Tensor | None = None
+    """How the inputs that the tokens come after are routed, ``[T, L, K]``; see ``Segment``. None: freely."""
 
     @classmethod
     def pack(

@@ -290,7 +290,7 @@ def _settings_of(folder: Path, request: Request) -> GRPOConfig:
         raise RunFolderError(settings)
     config = load_config(folder / "config.toml", of_run=True)
     # Of the settings of the run, only these are used: rewards, tools and data are not.
-    check_code(folder, without(config, ("data", "environment", "reward", "vllm")), request.trust)
+    check_code(folder, without(config, ("data", "environment", "reward", "vllm", "server")), request.trust)
     if hidden := [name for name in hidden_settings(config) if name.startswith("objective.")]:
         raise RunFolderError(
             f"{folder / 'config.toml'} has *** in place of a secret in {', '.join(hidden)}, so the "

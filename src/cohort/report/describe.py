@@ -7,7 +7,7 @@ from cohort.data import DataCursor, PromptLoader
 from cohort.objective import explain
 from cohort.policy import Policy
 from cohort.rewards import RewardRunner
-from cohort.rollout import LocalEngine, Sampling, VLLMEngine
+from cohort.rollout import LocalEngine, Sampling, ServedEngine
 from cohort.rollout.checks import describe_end_tokens
 from cohort.terminal import output_outlasted
 from cohort.types import Prompt
@@ -22,7 +22,7 @@ def announce(*paragraphs: str) -> None:
 
 def describe_run(
     policy: Policy,
-    engine: LocalEngine | VLLMEngine,
+    engine: LocalEngine | ServedEngine,
     budget: str,
     prompts: PromptLoader,
     rewards: RewardRunner,

@@ -199,7 +199,7 @@ def hint(seconds: Seconds, settings: Mapping[str, Any], row: Mapping[str, Any]) 
         settings: the run's, by ``section.key``.
         row: the latest step's.
     """
-    shares, functions, served = seconds.shares, seconds.functions, settings.get("rollout.engine") == "vllm"
+    shares, functions, served = seconds.shares, seconds.functions, settings.get("rollout.engine")
     if (part := shares.get("rewards", 0.0)) >= REWARDS:
         which = f", most of it in {max(functions, key=functions.__getitem__)}" if len(functions) > 1 else ""
         how = "set reward.workers, or make the functions async, to score while sampling goes on"
@@ -214,13 +214,13 @@ def hint(seconds: Seconds, settings: Mapping[str, Any], row: Mapping[str, Any]) 
         how = 'lower rollout.max_completion_length, or on a GPU set rollout.engine = "vllm"'
         if sum(functions.values()) >= seconds.step / 2:
             how = "raise reward.workers, or make the reward functions faster"
-        elif served:
-            how = "add servers to vllm.url, or lower rollout.max_completion_length"
+        elif served == "server":
+            how = "add servers to server.url, or lower rollout.max_completion_length"
         return f"training waits for its rollout {part:.0%} of the time: {how}"
     blocked = row.get("seconds/episodes_blocked")
     if blocked and seconds.step and (part := blocked / seconds.step) >= REWARDS:
         return f"sampling waits for tools and environments {part:.0%} of the step: raise environment.tool_workers"
-    if (part := shares.get("sampling", 0.0)) >= SAMPLING and not served:
+    if (part := shares.get("sampling", 0.0)) >= SAMPLING and served not in ("vllm", "server"):
         how = 'shorter completions cost less, and on a GPU rollout.engine = "vllm" samples faster'
         return f"sampling takes {part:.0%} of the step: {how}"
     return ""

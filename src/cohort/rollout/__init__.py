@@ -13,10 +13,10 @@ from cohort.rollout.settings import Sampling
 
 if TYPE_CHECKING:
     from cohort.rollout.local import LocalEngine
+    from cohort.rollout.served.engine import ServedEngine
     from cohort.rollout.setup import EngineSetup, local_engine
-    from cohort.rollout.vllm.engine import VLLMEngine
 
-_MODULES = {"EngineSetup": "setup", "LocalEngine": "local", "VLLMEngine": "vllm.engine", "local_engine": "setup"}
+_MODULES = {"EngineSetup": "setup", "LocalEngine": "local", "ServedEngine": "served.engine", "local_engine": "setup"}
 
 
 def __getattr__(name: str) -> Any:

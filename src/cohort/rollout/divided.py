@@ -56,7 +56,7 @@ class DividedSampler(Sampler):
 
         def sample_own() -> tuple[list[tuple[Prompt | None, tuple[Completion, ...]]], str]:
             failure = ""
-            if own:
+            if own or getattr(self.sampler, "together", False):
                 mine, theirs = [prompts[index] for index in own], [samplings[index] for index in own]
                 mapped = watch and _renumbered(watch, own)
                 try:

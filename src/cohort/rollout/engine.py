@@ -33,25 +33,30 @@ class Capabilities:
     """It applies a repetition penalty as the trainer does."""
     grammars: bool = False
     """It samples under a regular expression or a JSON schema."""
+    routes: bool = False
+    """It records the experts that tokens were routed to: ``Segment.routes`` and ``Completion.prompt_routes``."""
     continuation: bool = False
     """``extend`` works: a trajectory can have several turns."""
 
 
-def required_capabilities(config: GRPOConfig) -> dict[str, str]:
-    """The capabilities that a run needs, each with the setting that needs it.
+def required_capabilities(config: GRPOConfig, *, trains: bool = True) -> dict[str, str]:
+    """The capabilities that a run needs, each with the setting that needs it. One that does not train needs none of the
+    log-probs.
 
     >>> required_capabilities(GRPOConfig())
     {}
     """
     sampling = Sampling.of(config.rollout)
     needed = {}
+    if trains and config.rollout.replay_routing:
+        needed["routes"] = "rollout.replay_routing is on"
     if config.environment.wanted:
         needed["continuation"] = "[environment] names tools or an environment"
     if sampling.constrained:
         needed["grammars"] = f"rollout.{'regex' if sampling.json_schema is None else 'json_schema'} is set"
-    if sampling.repetition_penalty != 1:
+    if trains and sampling.repetition_penalty != 1:
         needed["repetition_penalty"] = f"rollout.repetition_penalty is {sampling.repetition_penalty:g}"
-    if sampling.truncates:
+    if trains and sampling.truncates:
         name, replay = ("support", "on") if sampling.record_support else ("full_logps", "off")
         needed[name] = (
             f"rollout.replay_sampling is {replay}, and top_k, top_p, min_p, min_completion_length or a grammar "
@@ -60,7 +65,7 @@ def required_capabilities(config: GRPOConfig) -> dict[str, str]:
     return needed
 
 
-def check_capabilities(engine: type[Engine], config: GRPOConfig) -> None:
+def check_capabilities(engine: type[Engine], config: GRPOConfig, *, trains: bool = True) -> None:
     """Refuse settings that an engine cannot serve.
 
     Raises:
@@ -68,7 +73,7 @@ def check_capabilities(engine: type[Engine], config: GRPOConfig) -> None:
     """
     missing = [
         f"{name} ({reason})"
-        for name, reason in required_capabilities(config).items()
+        for name, reason in required_capabilities(config, trains=trains).items()
         if not getattr(engine.capabilities, name)
     ]
     if missing:
@@ -195,6 +200,10 @@ class Engine(Sampler, Protocol):
     """
 
     capabilities: ClassVar[Capabilities]
+    sleeps: bool = False
+    """Whether the trainer lets it ``sleep`` during updates."""
+    together: bool = False
+    """Whether every rank has to call ``generate``, one without prompts too."""
     _ended: deque[EndedTurn]
     """Turns that have ended and are not yet handed back."""
     _streaming: bool

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from cohort.config import GRPOConfig, RolloutConfig
 from cohort.errors import ConfigError
 from cohort.parallel import World
-from cohort.policy import Policy, end_token_ids, resolve_device, resolve_precision
-from cohort.policy.load import hidden_size
+from cohort.policy import Policy, context_length, end_token_ids, resolve_device
 from cohort.rollout.engine import check_capabilities
 from cohort.rollout.local import LocalEngine
+from cohort.rollout.served.colocated import INSTALL, NAME, Colocated, missing
+from cohort.rollout.served.connect import Probe, check_servers, servers_of
+from cohort.rollout.served.engine import ServedEngine
+from cohort.rollout.served.fleet import Servers
+from cohort.rollout.served.protocol import Description, Turns, check_support, check_temperature
+from cohort.rollout.served.weights import Sender, sender_of
 from cohort.rollout.settings import Sampling
-from cohort.rollout.vllm.connect import ServerProbe, check_servers, servers_of
-from cohort.rollout.vllm.engine import LOWEST_TEMPERATURE, VLLMEngine
-from cohort.rollout.vllm.own_server import OwnServer
-from cohort.rollout.vllm.plugin import ServerDescription, check_sizes
-from cohort.rollout.vllm.server import Server, WeightTransport
-from cohort.rollout.vllm.transports import transport_of
 
 
 def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig, *, ahead: bool = False) -> LocalEngine:
@@ -46,145 +43,185 @@ def local_engine(policy: Policy, tokenizer: Any, config: RolloutConfig, *, ahead
     return engine
 
 
-class EngineSetup:
-    """Makes the engine of a run: checks settings and servers before the model is loaded, and the engine after it.
+def with_engine(config: GRPOConfig, world: World | None = None, *, trains: bool = True) -> tuple[GRPOConfig, str]:
+    """Settings whose ``rollout.engine`` is "local", "vllm" or "server", and what to say of the choice of "auto".
 
     Args:
         config: the settings.
         world: the ranks.
+        trains: whether the policy is trained on what is drawn, and the log-probs have to be exact.
 
     Raises:
-        ConfigError: the engine cannot serve the settings, or an address of a server is wrong.
+        ConfigError: the engine that they name cannot do what they ask.
     """
-
-    def __init__(self, config: GRPOConfig, world: World | None = None) -> None:
-        self.config, self.world = config, world or World()
-        self.servers: Sequence[Server] = ()
-        self.transport: WeightTransport | None = None
-        self.context: int | None = None
-        self.own: OwnServer | None = None
-        """The server that this process has started."""
-        self._descriptions: Mapping[Server, ServerDescription] = {}
-        served = config.rollout.engine == "vllm"
-        check_capabilities(VLLMEngine if served else LocalEngine, config)
-        if served:
-            check_settings(config, self.world.size)
-            self.servers = [] if config.vllm.start else servers_of(config.vllm)
-
-    def connect(
-        self,
-        model_config: Any,
-        tokenizer: Any,
-        longest_prompt: int,
-        announce: Callable[[str], object] | None = None,
-    ) -> None:
-        """Start a server if the settings say so, wait for the servers and check them; nothing without servers. Called
-        before the model is loaded.
-
-        Args:
-            model_config: of the model that will be loaded.
-            tokenizer: of the policy.
-            longest_prompt: in tokens.
-            announce: is told when servers have to be waited for.
-
-        Raises:
-            ConfigError, EngineError: see ``OwnServer`` and ``check_servers``.
-        """
-        config = self.config
-        if config.rollout.engine != "vllm":
-            return
-        if config.vllm.start:
-            self.servers = [self._start(model_config, tokenizer, announce)]
-        longest = longest_prompt + config.rollout.max_completion_length
-        self.context = check_servers(self.servers, config.vllm, model_config.vocab_size, longest, announce)
-        self.transport = transport_of(config.vllm, resolve_device(config.model.device), sends=self.world.is_main)
-        self._descriptions = self.transport.check(self.servers)
-        for server, found in self._descriptions.items():
-            check_description(server, found, config, model_config.to_dict())
-
-    def _start(self, model_config: Any, tokenizer: Any, announce: Callable[[str], object] | None) -> Server:
-        """Start a server with the policy's model."""
-        config, model = self.config, model_config
-        if not model._name_or_path:
-            raise ConfigError("vllm.start needs a model that was loaded from a folder or hub id; or set vllm.url")
-        device = resolve_device(config.model.device)
-        precision = resolve_precision(config.model.precision, device, hidden_size(model))
-        self.own = OwnServer(
-            config.vllm,
-            model._name_or_path,
-            tokenizer=tokenizer,
-            dtype="bfloat16" if precision.compute == torch.bfloat16 else "float32",
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        self.own.wait(config.vllm.startup_timeout, announce)
-        return self.own.server
-
-    def move_log(self, folder: Path) -> None:
-        """Write the log of the server that was started to a folder from now on."""
-        if self.own is not None:
-            self.own.move_log(folder / "vllm.log")
-
-    def engine(self, policy: Policy, tokenizer: Any) -> LocalEngine | VLLMEngine:
-        """The engine, after ``connect``."""
-        if self.transport is None:
-            return local_engine(policy, tokenizer, self.config.rollout, ahead=self.config.rollout.lag > 0)
-        dtypes = {server: found.dtype for server, found in self._descriptions.items()}
-        return VLLMEngine(
-            policy,
-            tokenizer,
-            end_token_ids(policy.model, tokenizer),
-            self.servers,
-            self.transport,
-            context=self.context,
-            max_batch_size=self.config.rollout.max_batch_size,
-            request_timeout=self.config.vllm.request_timeout,
-            probe=ServerProbe(policy, self.config.vllm.probe_threshold, dtypes),
-            sleeps=self.config.vllm.sleep,
-            world=self.world,
-        )
+    ranks, engine, reason = (world or World()).size, config.rollout.engine, ""
+    if engine == "auto":
+        engine, reason = "local", missing()
+        if resolve_device(config.model.device).type != "cuda":
+            reason = "no GPU"
+        elif not reason:
+            try:
+                check_engine("vllm", config, ranks, trains=trains)
+                engine, reason = "vllm", "it is installed, and the policy is on a GPU"
+            except ConfigError as error:
+                reason = str(error)
+    check_engine(engine, config, ranks, trains=trains)
+    chosen = config.rollout.model_copy(update={"engine": engine})
+    said = f"engine: {engine} ({reason}); rollout.engine is auto" if reason else ""
+    return config.model_copy(update={"rollout": chosen}), said
 
 
-def check_settings(config: GRPOConfig, ranks: int) -> None:
-    """Check settings that concern servers, before anything is asked of one.
+def check_engine(engine: str, config: GRPOConfig, ranks: int, *, trains: bool = True) -> None:
+    """Check settings against an engine, before anything is loaded or asked.
 
     Raises:
-        ConfigError: they contradict each other.
+        ConfigError: it cannot do what they ask.
     """
-    if config.vllm.start and config.vllm.url:
-        raise ConfigError("vllm.start starts a server and vllm.url names running ones: set one of them")
-    if config.vllm.start and ranks > 1:
-        raise ConfigError(
-            f"vllm.start is for one process, and there are {ranks}: start a server and set vllm.url to it"
-        )
-    if config.vllm.sleep and config.vllm.transport == "group" and config.vllm.start:
-        raise ConfigError(
-            "vllm.sleep is for a server on the trainer's own GPU, and NCCL connects no two processes on one GPU: set "
-            "vllm.transport to 'files'"
-        )
+    check_capabilities(LocalEngine if engine == "local" else ServedEngine, config, trains=trains)
+    if engine == "local":
+        if config.rollout.lag and config.parallel.layout == "full":
+            raise ConfigError(
+                "rollout.lag, with rollout.engine 'local', needs weights that parallel.layout 'full' has divided: "
+                "leave it unset, or set parallel.layout to 'optimizer' or 'replicate'"
+            )
+        return
     temperatures = {
         "rollout.temperature": config.rollout.temperature,
         "eval.temperature_eval": config.eval.temperature_eval,
     }
     for name, value in temperatures.items():
-        if value is not None and 0 < value < LOWEST_TEMPERATURE:
-            raise ConfigError(f"{name} is {value:g}: vLLM would raise it to {LOWEST_TEMPERATURE}; set that or more")
-    if config.model.quantization != "none":
+        check_temperature(value or 0.0, name)
+    if engine == "server":
+        if config.model.quantization != "none":
+            raise ConfigError(
+                f"rollout.engine 'server' gets whole weights, and model.quantization {config.model.quantization!r} "
+                "cannot be sent without loss: set it to 'none', or rollout.engine to 'vllm' or 'local'"
+            )
+        return
+    if why := missing():
+        raise ConfigError(f"rollout.engine 'vllm': {why}: {INSTALL}, or set rollout.engine to 'local'")
+    size = config.vllm.tensor_parallel_size
+    if ranks % size:
+        raise ConfigError(f"vllm.tensor_parallel_size is {size}, and {ranks} ranks are no multiple of it")
+    if size > 1 and config.environment.wanted:
         raise ConfigError(
-            f"rollout.engine 'vllm' gets the weights with the adapters merged in, and model.quantization "
-            f"{config.model.quantization!r} cannot be merged without loss: set it to 'none', or rollout.engine 'local'"
+            "with vllm.tensor_parallel_size above 1, ranks step together, and turns of environments do not end "
+            "together: set it to 1, or use a server (rollout.engine = 'server')"
         )
 
 
-def check_description(server: Server, found: ServerDescription, config: GRPOConfig, model: Mapping[str, Any]) -> None:
-    """Check that a server suits the settings and the model.
+ROOM = 4096
+"""Tokens of prompt and completion for which vLLM makes room at least, as far as the model's context goes: an evaluation
+may have longer prompts than those that are known at the start."""
+
+
+class EngineSetup:
+    """Makes the engine of a run: checks settings and servers before the model is loaded, and the engine after it.
+
+    Args:
+        config: the settings, of ``with_engine``.
+        world: the ranks.
+        trains: as ``with_engine`` takes it.
 
     Raises:
-        ConfigError: it does not; says how to start it.
+        ConfigError: an address of a server is wrong.
     """
-    check_sizes(server, found.sizes, model)
-    if config.vllm.sleep and not found.can_sleep:
-        raise ConfigError(f"vllm.sleep: {server.url} cannot sleep: start it with --enable-sleep-mode")
-    if (config.rollout.stop or config.environment.wanted) and not found.has_tokenizer:
-        raise ConfigError(
-            f"{server.url} has no tokenizer to look for stop strings with: leave out --skip-tokenizer-init"
-        )
+
+    def __init__(self, config: GRPOConfig, world: World | None = None, *, trains: bool = True) -> None:
+        self.config, self.world = config, world or World()
+        self.kind = config.rollout.engine
+        self._sampling = replace(Sampling.of(config.rollout), record_support=trains and config.rollout.replay_sampling)
+        self._routes = trains and config.rollout.replay_routing
+        self._servers: list[Any] = servers_of(config.server) if self.kind == "server" else []
+        self._found: dict[Any, Description] = {}
+        self._sender: Sender | None = None
+        self._context = 0
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine frees memory during updates."""
+        if self.kind == "server":
+            return bool(self.config.rollout.sleep)
+        on_gpu = resolve_device(self.config.model.device).type == "cuda"
+        return self.kind == "vllm" and on_gpu and self.config.rollout.sleep is not False and not self.config.rollout.lag
+
+    def connect(
+        self,
+        model_config: Any,
+        longest: int,
+        announce: Callable[[str], object] | None = None,
+    ) -> None:
+        """Wait for the servers and check them; nothing without servers. Called before the model is loaded.
+
+        Args:
+            model_config: of the model that will be loaded.
+            longest: tokens of the longest prompt with its completion, evaluations included.
+            announce: is told when servers have to be waited for.
+
+        Raises:
+            ConfigError, EngineError: see ``check_servers``.
+        """
+        config = self.config
+        most = context_length(model_config) or ROOM
+        given = config.vllm.max_model_len
+        self._context = given or max(longest, min(ROOM, most))
+        if self.kind == "vllm" and self._context < longest:
+            raise ConfigError(
+                f"vllm.max_model_len is {given}, and the longest prompt with its completion has {longest} tokens: "
+                "raise it, or leave it unset"
+            )
+        if self.kind == "vllm":
+            vocab_size = model_config.vocab_size
+            on_gpu = resolve_device(config.model.device).type == "cuda"
+            found = Description("", masks=on_gpu, candidates=-1, context=longest)
+            how = "on a GPU it does, and rollout.engine 'local' always does"
+            check_support(self._sampling, vocab_size, found, NAME, how)
+            if self._routes and not on_gpu:
+                raise ConfigError(
+                    "rollout.replay_routing needs the experts of each token, which vLLM returns on a GPU only: set it "
+                    "to false"
+                )
+        if self.kind != "server":
+            return
+        self._found = check_servers(self._servers, config, model_config.vocab_size, longest, announce)
+        self._context = min(found.context for found in self._found.values())
+        self._sender = sender_of(config.server, resolve_device(config.model.device), sends=self.world.is_main)
+        for server, found in self._found.items():
+            self._sender.check(server, found)
+
+    def engine(self, policy: Policy, tokenizer: Any) -> LocalEngine | ServedEngine:
+        """The engine, after ``connect``."""
+        config, rollout = self.config, self.config.rollout
+        if self.kind == "local":
+            return local_engine(policy, tokenizer, rollout, ahead=rollout.lag > 0)
+        probe = Probe(policy, rollout.probe_threshold)
+        turns: Turns
+        if self.kind == "vllm":
+            turns = Colocated(
+                policy,
+                tokenizer,
+                config.vllm,
+                context=self._context,
+                max_batch_size=rollout.max_batch_size,
+                masks=self._sampling.record_support and self._sampling.truncates,
+                routes=self._routes,
+                sleeps=self.sleeps,
+                trust_remote_code=config.model.trust_remote_code,
+                probe=lambda one: probe(one, NAME, one.found),
+                world=self.world,
+            )
+        else:
+            assert self._sender is not None
+            turns = Servers(
+                policy,
+                self._servers,
+                self._sender,
+                max_batch_size=rollout.max_batch_size,
+                request_timeout=config.server.request_timeout,
+                probe=lambda server: probe(server, server.url, self._found[server]),
+                sleeps=self.sleeps,
+                max_lora_rank=min(found.adapters for found in self._found.values()),
+                world=self.world,
+            )
+        ends = end_token_ids(policy.model, tokenizer)
+        return ServedEngine(policy, tokenizer, ends, turns, context=self._context, routes=self._routes)

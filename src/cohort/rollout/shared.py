@@ -269,6 +269,8 @@ class Step:
         native: whether to use native kernels.
     """
 
+    routes_T: Tensor | None = None
+
     def __init__(
         self,
         cache: GroupCache,

@@ -11,7 +11,7 @@ import numpy as np
 
 from cohort.errors import DataError
 from cohort.rollout.engine import EndedTurn, Request
-from cohort.types import Completion, FinishReason, Segment, Support
+from cohort.types import Completion, FinishReason, Routes, Segment, Support, compact_routes, joined_routes
 
 # ----------------------------------------
 # Detection of stop strings.
@@ -97,6 +97,9 @@ class Trajectory:
     """Log-probabilities under the full softmax; None where they equal ``logps``."""
     supports: list[Kept] | None = None
     """One entry per drawn token; None when supports are not recorded."""
+    prompt_routes: Routes | None = None
+    _routes: Routes | None = None
+    """Of the present segment."""
     _given: list[tuple[int, int]] = field(default_factory=list)
     _segments: list[Segment] = field(default_factory=list)
     _offset: int = 0
@@ -133,7 +136,7 @@ class Trajectory:
         if rewrite:
             self._segments.append(self._segment())
             self._offset += len(self.tokens)
-            self.tokens, self.unread, self._given = [], [], []
+            self.tokens, self.unread, self._given, self._routes = [], [], [], None
         else:
             self.unread = self.tokens[-1:]  # the model has not read the last drawn token
         self.give(token_ids)
@@ -148,6 +151,22 @@ class Trajectory:
         self.turn_start = len(self.tokens)
         turn = sampling.max_turn_length or sampling.max_completion_length
         self.limit = min(self.turn_start + turn, sampling.max_completion_length)
+
+    def take_routes(self, experts_TLK: np.ndarray) -> None:
+        """Record the experts of the prompt and of the segment's tokens but the last, after a turn was drawn. Those that
+        are known from earlier turns are kept: what was drawn then was drawn with them.
+
+        Raises:
+            DataError: they are of fewer tokens.
+        """
+        before = len(self.request.prompt.token_ids) - 1
+        if len(experts_TLK) < before + len(self.tokens):
+            raise DataError(f"experts of {len(experts_TLK)} tokens came for {before + len(self.tokens)} tokens read")
+        if self.prompt_routes is None:
+            self.prompt_routes = compact_routes(experts_TLK[:before])
+        known = 0 if self._routes is None else len(self._routes)
+        newest = compact_routes(experts_TLK[before + known : before + len(self.tokens)])  # invalid draws were cut
+        self._routes = joined_routes([(self._routes, known), (newest, len(newest))])
 
     def begin_turn(self) -> None:
         """Start the grammar, which also matches the forced tokens. In the middle of a turn, it goes on."""
@@ -177,6 +196,7 @@ class Trajectory:
             version,
             full_logps=None if self.full_logps is None else np.array(self.full_logps, np.float64),
             support=joined_support(self.supports) if self.supports else None,
+            prompt_routes=self.prompt_routes,
         )
         room = self.room if self.request.continues and reason.usable else 0
         return EndedTurn(self.number, self.request, completion, len(self.tokens) - self.turn_start, room)
@@ -187,7 +207,10 @@ class Trajectory:
             drawn = np.ones(len(self.tokens), np.bool_)
             for start, end in self._given:
                 drawn[start:end] = False
-        return Segment(np.array(self.tokens, np.int64), drawn)
+        routes = self._routes
+        if routes is not None and len(routes) < len(self.tokens):  # it ended after given tokens
+            routes = joined_routes([(routes, len(routes)), (None, len(self.tokens) - len(routes))])
+        return Segment(np.array(self.tokens, np.int64), drawn, routes)
 
 
 def joined_support(draws: Sequence[Kept]) -> Support | None:

@@ -28,7 +28,7 @@ from cohort.policy import PackedRows
 from cohort.presets.parts import DropDead, DynamicSampling
 from cohort.rewards import environment_reward
 from cohort.rewards.runner import Scores
-from cohort.types import Completion, FinishReason, Group, Segment, Support, TokenBatch, Turns
+from cohort.types import Completion, FinishReason, Group, Segment, Support, TokenBatch, Turns, joined_routes
 
 # The scored groups of one step ---------------------------------------------------------------------------------------
 
@@ -176,7 +176,23 @@ def lay_out(groups: Sequence[Group], device: torch.device, repetition_penalty: f
         support=support,
         full_logps_N=full_logps_N,
         turns=_turns(completions),
+        routes_T=_routes(flat),
+        prompt_routes=_prompt_routes(groups),
     )
+
+
+def _routes(segments: Sequence[Segment]) -> Tensor | None:
+    routes = joined_routes([(segment.routes, len(segment.token_ids)) for segment in segments])
+    return None if routes is None else torch.from_numpy(routes)
+
+
+def _prompt_routes(groups: Sequence[Group]) -> dict[tuple[int, ...], Tensor]:
+    """Those of the first completion of each prompt that has some."""
+    found: dict[tuple[int, ...], Tensor] = {}
+    for group in groups:
+        for routes in (one.prompt_routes for one in group.completions if one.prompt_routes is not None):
+            found.setdefault(group.prompt.token_ids, torch.from_numpy(routes))
+    return found
 
 
 def _turns(completions: Sequence[Completion]) -> Turns | None:
@@ -227,7 +243,8 @@ def _trimmed(segment: Segment) -> Segment:
         return segment
     drawn = np.flatnonzero(segment.drawn)
     end = int(drawn[-1]) + 1 if len(drawn) else 0
-    return Segment(segment.token_ids[:end], segment.drawn[:end])
+    routes = None if segment.routes is None else segment.routes[:end]
+    return Segment(segment.token_ids[:end], segment.drawn[:end], routes)
 
 
 def _joined(arrays: Sequence[NDArray[np.float64]], device: torch.device) -> Tensor:
@@ -388,12 +405,14 @@ class Microbatch:
 
 def copies(batch: TokenBatch, part: Part) -> dict[int, int]:
     """Maps each sequence that repeats an earlier one to the first of its kind, both by their numbers in the part.
-    Copies have the same prompt, tokens and supports: their log-probs are equal, whatever their advantages."""
+    Copies have the same prompt, tokens, routes and supports: their log-probs are equal, whatever their advantages."""
     rows_S = torch.bincount(batch.sequence_B, minlength=batch.num_sequences)
     tokens_S = segment_sum(batch.lengths_B, batch.sequence_B, batch.num_sequences)
     columns: list[tuple[Any, Any]] = [(batch.ids_T, tokens_S), (batch.lengths_B, rows_S)]
     if batch.drawn_T is not None:
         columns.append((batch.drawn_T, tokens_S))
+    if batch.routes_T is not None:
+        columns.append((batch.routes_T, tokens_S))
     if batch.support is not None:
         counts_N = batch.support.counts_N
         counts_S = segment_sum(torch.from_numpy(counts_N).long(), numbers(batch.lengths_S), batch.num_sequences)
@@ -491,6 +510,7 @@ def microbatches(batch: TokenBatch, part: Part, pack: Pack) -> Iterator[Microbat
             lengths_B=batch.lengths_B[rows_B],
             drawn_T=None if batch.drawn_T is None else batch.drawn_T[tokens_T],
             support=None if batch.support is None else batch.support.select(computed.tokens_N.cpu().numpy()),
+            routes_T=None if batch.routes_T is None else batch.routes_T[tokens_T],
         )
         yield Microbatch(micro, rows, index_N)
 

@@ -66,7 +66,7 @@ def run(training: Training) -> Iterator[CompleteStep]:
         drawn = training.source.next(state, clock)
         rollout = drawn.rollout
 
-        if config.vllm.sleep:  # free the memory of servers on this GPU for the update
+        if parts.engine.sleeps:  # free its memory on this GPU for the update
             parts.engine.sleep()
 
         # Lay out the tokens once, with all that the updates share: advantages, old and reference log-probs.

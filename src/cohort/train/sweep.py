@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -126,7 +126,8 @@ def sweep(
         reference = context.reference
         assert reference is not None
     for pack in own_packs(context, policy, batch, shared):
-        prefixes, ref_prefixes = policy.passes.read(pack.prompt_ids, attached=attached), None
+        prefixes = policy.passes.read(pack.prompt_ids, attached=attached, routes=_prompt_routes(policy, batch, pack))
+        ref_prefixes = None
         if reference is not None:
             with torch.no_grad(), reference.compute():
                 ref_prefixes = reference.passes.read(pack.prompt_ids)
@@ -149,9 +150,21 @@ def sweep(
 
 def _states(context: StepContext, policy: Policy, prefixes: Prefixes, micro: Microbatch) -> CompletionStates:
     """``Policy.states`` of a microbatch, over the distribution that its tokens were drawn from."""
+    rows = micro.rows if policy.routing else replace(micro.rows, routes_T=None)
     return policy.states(
-        prefixes, micro.rows, context.sampling.temperature, context.repetition_penalty, most_tokens=context.budget.piece
+        prefixes, rows, context.sampling.temperature, context.repetition_penalty, most_tokens=context.budget.piece
     )
+
+
+def _prompt_routes(policy: Policy, batch: TokenBatch, pack: Pack) -> list[Tensor | None] | None:
+    """The recorded routes of a pack's prompts, if the policy replays them: a reference does not."""
+    if policy.routing is None:
+        return None
+    routes = [batch.prompt_routes.get(prompt) for prompt in pack.prompt_ids]
+    for one in routes:
+        if one is not None:
+            policy.routing.check(one)
+    return routes
 
 
 def _reference_states(
@@ -293,8 +306,8 @@ CACHED = (
 )
 SERVED = (
     "the vLLM server does not compute what the trainer computes. Start it with --dtype as model.precision, without "
-    "quantization; if that does not help, its model lacks weights that were sent, or vLLM implements the architecture "
-    "differently"
+    "quantization, and for a mixture of experts set rollout.replay_routing; if that does not help, its model lacks "
+    "weights that were sent, or vLLM implements the architecture differently"
 )
 
 

@@ -52,7 +52,7 @@ class Window:
 
     def __init__(self, config: GRPOConfig) -> None:
         self._generations, self._objective = config.rollout.num_generations, config.resolved_objective
-        self._served = config.rollout.engine == "vllm" and bool(self._objective.mismatch)
+        self._served = config.rollout.engine != "local" and bool(self._objective.mismatch)
         self._router, bonus = config.model.router_aux_loss_coef, self._objective.entropy
         self.entropy_coef = bonus.coefficient if bonus else 0.0
         self._entropy: float | None = None
@@ -292,7 +292,7 @@ def evaluation_loss(evaluation: Evaluation, config: GRPOConfig, batch_size: int)
         batch_size: completions of a batch, over all processes.
     """
     objective, size = config.resolved_objective, config.eval.num_generations_eval
-    served = config.rollout.engine == "vllm" and bool(objective.mismatch)
+    served = config.rollout.engine != "local" and bool(objective.mismatch)
     needs_pass = objective.beta or objective.entropy or objective.top_entropy < 1 or config.model.router_aux_loss_coef
     if needs_pass or served:
         return None

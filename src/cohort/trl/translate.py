@@ -10,10 +10,8 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +284,6 @@ def translate(
         "model": _model(args, model_config),
         "data": {} if args.max_prompt_length is None else {"overlong_prompts": "truncate_left"},
         "rollout": {**_rollout(args), "prompts_per_step": batch.prompts_per_step},
-        "vllm": _vllm(args, world_size) if args.use_vllm else {},
         # One turn more than calls; each has at least one token.
         "environment": {"max_turns": args.max_completion_length if calls is None else calls + 1, "starts": "any"},
         "objective": {**objective_settings(args), **batches},
@@ -295,8 +292,9 @@ def translate(
         "parallel": {"layout": layout_of(args)},
         "run": _run(args, batch.rollouts(updates)),
     }
-    of_one = _by_table(args)
-    settings = {name: of_one.get(name, {}) | translated.get(name, {}) for name in of_one | translated}
+    of_one, sampler = _by_table(args), _sampler(args)
+    names = of_one | translated | sampler
+    settings = {name: of_one.get(name, {}) | translated.get(name, {}) | sampler.get(name, {}) for name in names}
     with errors_in_trl_terms():
         return GRPOConfig(**settings)
 
@@ -428,20 +426,16 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _vllm(args: Any, world_size: int) -> Settings:
-    mode = one_of("vllm_mode", args.vllm_mode, ("server", "colocate"))
-    if mode == "server":
+def _sampler(args: Any) -> Settings:
+    """The sections of what samples, with ``use_vllm``."""
+    if not args.use_vllm:
+        return {}
+    if one_of("vllm_mode", args.vllm_mode, ("server", "colocate")) == "server":
         host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
-        return {"url": (args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}",)}
-    instead = "start a server and set vllm_mode='server', or set use_vllm=False: Cohort's own sampler needs no vLLM"
-    if world_size > 1:
-        raise ConfigError(f"vllm_mode 'colocate' is for one process here, and there are {world_size}: {instead}")
-    if find_spec("vllm") is None:
-        raise ConfigError(f"vllm_mode 'colocate' needs vLLM, which is not installed in this environment: {instead}")
-    flags = {name: field.why.partition(",")[0] for name, field in FIELDS.items() if field.to == "vllm.arguments"}
-    options = {flag: value for name, flag in flags.items() if (value := getattr(args, name)) not in (None, "vllm")}
-    arguments = [word for flag, value in options.items() for word in (flag, str(value))]
-    return {"start": True, "python": sys.executable, "arguments": tuple(arguments)}
+        url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
+        return {"rollout": {"engine": "server"}, "server": {"url": (url,)}}
+    arguments = {} if args.vllm_model_impl == "vllm" else {"model_impl": args.vllm_model_impl}
+    return {"vllm": {"arguments": arguments}}
 
 
 def _optim(args: Any, updates: int) -> Settings:

@@ -143,7 +143,7 @@ BETWEEN, WAITING = {"evaluation and files": 0.5}, {"waiting for the rollout": 0.
         (BETWEEN, {"eval.eval_steps": 0, "run.save_steps": 9}, {}, "50% of the time: raise run.save_steps"),
         (BETWEEN, {"eval.eval_steps": 0, "run": []}, {}, "files, trackers or callbacks are slow"),
         (WAITING, {}, {}, "training waits for its rollout 50% of the time: lower rollout.max_completion_length, or"),
-        (WAITING, {"rollout.engine": "vllm"}, {}, "50% of the time: add servers to vllm.url"),
+        (WAITING, {"rollout.engine": "server"}, {}, "50% of the time: add servers to server.url"),
         ({"sampling": 0.5}, {}, {"seconds/episodes_blocked": 1.0}, "50% of the step: raise environment.tool_workers"),
         ({"sampling": 0.9}, {"rollout": 3}, {}, "sampling takes 90% of the step"),
         ({"sampling": 0.6, "update": 0.4}, {}, {}, ""),

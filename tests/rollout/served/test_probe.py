@@ -1,4 +1,4 @@
-"""The comparison of servers with the trainer on a fixed text."""
+"""The comparison of what samples with the trainer on a fixed text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cohort.config import ModelConfig
 from cohort.errors import PolicyMismatchError
 from cohort.policy import load_policy
-from cohort.rollout.vllm.connect import DRAWN_TOKENS, ServerProbe
-from cohort.rollout.vllm.server import Server, ServerError
+from cohort.rollout.served.connect import DRAWN_TOKENS, Probe
+from cohort.rollout.served.protocol import Description, ServerError
+from cohort.rollout.served.vllm import VLLMServer
 
-from .stand_in_weights import WeightStandIn
+from .stand_in import StandIn
 
 
 def make_model(seed):
@@ -29,26 +30,31 @@ def policy():
 
 @pytest.fixture
 def stand_in(policy):
-    one = WeightStandIn(policy.model)
+    one = StandIn(policy.model)
     yield one
     one.die()
 
 
 @pytest.fixture
 def server(stand_in):
-    return Server(stand_in.url)
+    return VLLMServer(stand_in.url)
 
 
 @pytest.fixture
-def probe(policy, server):
-    return ServerProbe(policy, None, {server: torch.float32})
+def probe(policy):
+    def probe(server, threshold=None, dtype="float32", context=64):
+        return Probe(policy, threshold)(server, server.url, Description("", dtype=dtype, context=context))
+
+    return probe
 
 
-def test_the_same_weights_have_no_gap(probe, server):
+def test_the_same_weights_have_no_gap(policy, probe, server, stand_in):
     found = probe(server)
-    assert found.keys() == {"vllm/probe_gap", "vllm/probe_gap_max"}
-    assert 0 <= found["vllm/probe_gap"] <= found["vllm/probe_gap_max"] < 1e-5  # rounding in float32
-    assert len(probe.token_ids) == 64 - DRAWN_TOKENS  # the model's context
+    assert found.keys() == {"server/probe_gap", "server/probe_gap_max"}
+    assert 0 <= found["server/probe_gap"] <= found["server/probe_gap_max"] < 1e-5  # rounding in float32
+    assert len(Probe(policy).token_ids) == 64 - DRAWN_TOKENS  # the model's context
+    assert probe(server, context=20)["server/probe_gap_max"] < 1e-5
+    assert [len(body["token_ids"]) for body in stand_in.requests()] == [56, 56, 12, 12]
 
 
 def test_other_weights_stop_the_run_with_the_size_of_the_gap(probe, server, stand_in):
@@ -69,14 +75,13 @@ def test_a_stale_prefix_cache_stops_the_run(probe, server, stand_in):
         probe(server)
 
 
-def test_the_threshold_is_the_setting_or_of_the_coarser_dtype(policy, server, stand_in):
-    assert ServerProbe(policy, None, {server: torch.float32}).threshold(server) == 1e-3
-    assert ServerProbe(policy, None, {server: torch.bfloat16}).threshold(server) == 0.1
+def test_the_threshold_is_the_setting_or_of_the_coarser_dtype(policy, probe, server, stand_in):
+    assert Probe(policy).threshold(torch.float32) == 1e-3
+    assert Probe(policy).threshold(torch.bfloat16) == 0.1
     stand_in.load(make_model(1).state_dict())
-    found = ServerProbe(policy, 100.0, {server: torch.float32})(server)
-    assert found["vllm/probe_gap"] > 0.1
+    assert probe(server, 100.0)["server/probe_gap"] > 0.1
     with pytest.raises(PolicyMismatchError, match="limit 0.01"):
-        ServerProbe(policy, 0.01, {server: torch.bfloat16})(server)
+        probe(server, 0.01, "bfloat16")
 
 
 def test_a_gap_that_is_no_number_stops_the_run(probe, server, stand_in):

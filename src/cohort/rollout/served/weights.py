@@ -1,6 +1,6 @@
-"""How weights get to vLLM servers: as files, or by broadcasts in a process group.
+"""How weights get to servers: as files in a folder that all see, or by broadcasts in a process group.
 
-Both need the plugin in the servers; see ``plugin``.
+An adapter that a server can load by name goes alone, as files, and the base weights go once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
-from cohort.config import VLLMConfig
+from cohort.config import ServerConfig
 from cohort.errors import ConfigError, EngineError
-from cohort.rollout.vllm.plugin import PLUGIN, ServerDescription, describe_server, how_to_start
-from cohort.rollout.vllm.server import Server, ServerError, WeightTransport
+from cohort.rollout.served.http import Client
+from cohort.rollout.served.protocol import Description, Server, ServerError, Update
 
 FILE_BYTES = 2**30
 """Weights per file: what is in memory beside the policy while files are written."""
@@ -36,8 +37,45 @@ POLL_SECONDS = 2e-4
 Failures = dict[Server, EngineError]
 
 
-def transport_of(settings: VLLMConfig, device: torch.device, *, sends: bool = True) -> WeightTransport:
-    """The transport of the settings.
+class Sender(Protocol):
+    """Moves the trainer's weights to servers."""
+
+    adapters: bool = False
+    """Whether it sends adapters alone."""
+
+    def check(self, server: Server, found: Description) -> None:
+        """Check that a server has what the way needs. Raises ``ConfigError``: it lacks it; says how to start it."""
+
+    def send(
+        self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str, adapter: str = ""
+    ) -> Failures:
+        """Load weights into servers.
+
+        Args:
+            servers: those to load. A server that was left out is loaded alone later.
+            weights: names as in the model's ``state_dict``, with whole tensors. Read once, by any number of servers.
+            version: the label of the weights.
+            adapter: the folder of an adapter, which goes instead of ``weights``.
+
+        Returns:
+            the servers that failed, with the reason; the caller leaves them out.
+
+        Raises:
+            EngineError: the weights cannot be sent to any server.
+        """
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A folder that the servers see, while the block runs. Raises ``EngineError`` if it cannot be written."""
+        yield Path()
+
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        return
+
+
+def sender_of(settings: ServerConfig, device: torch.device, *, sends: bool = True) -> Sender:
+    """The way of the settings.
 
     Args:
         settings: which one, and its time limit.
@@ -45,73 +83,78 @@ def transport_of(settings: VLLMConfig, device: torch.device, *, sends: bool = Tr
         sends: whether this rank sends the weights: only its machine needs a folder that the servers see.
     """
     if settings.transport == "group":
-        return GroupTransport(settings.update_timeout, device)
-    return FileTransport(settings.update_timeout, settings.folder, sends=sends)
+        return GroupSender(settings.update_timeout, device)
+    return FolderSender(settings.update_timeout, settings.folder, sends=sends)
 
 
-class FileTransport(WeightTransport):
+class FolderSender(Sender):
     """Writes weights to safetensors files that the servers read.
 
     Args:
         timeout: seconds for the servers to load them.
         folder: a folder that the servers see under the same name. Empty: shared memory of this machine.
-        sends: see ``transport_of``.
+        sends: see ``sender_of``.
     """
+
+    adapters = True
 
     def __init__(self, timeout: float, folder: str = "", *, sends: bool = True) -> None:
         self.timeout, self._sends = timeout, sends
         self._parent = Path(folder).expanduser().absolute() if folder else SHARED_MEMORY
         self._shared = bool(folder)
-        self._descriptions: dict[Server, ServerDescription] = {}
+        self._dtypes: dict[Server, torch.dtype] = {}
 
-    def check(self, servers: Sequence[Server]) -> dict[Server, ServerDescription]:
-        """See ``WeightTransport``."""
-        self._descriptions |= {server: describe_server(server) for server in servers}
+    def check(self, server: Server, found: Description) -> None:
+        """See ``Sender``."""
+        self._dtypes[server] = getattr(torch, found.dtype)
         if not self._sends:
-            return self._descriptions
-        for server in servers:
-            if not self._shared and not _is_here(server.host):
-                raise ConfigError(
-                    f"{server.url} is on another machine and cannot read this machine's shared memory: set vllm.folder "
-                    "to a folder that all machines share, or vllm.transport to 'group'"
-                )
+            return
+        if isinstance(server, Client) and not self._shared and not _is_here(server.host):
+            raise ConfigError(
+                f"{server.url} is on another machine and cannot read this machine's shared memory: set server.folder "
+                "to a folder that all machines share, or server.transport to 'group'"
+            )
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._parent).close()
         except OSError as error:
-            raise ConfigError(f"vllm.folder: cannot write to {self._parent}: {error.strerror}") from None
-        return self._descriptions
+            raise ConfigError(f"server.folder: cannot write to {self._parent}: {error.strerror}") from None
 
-    def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:  # noqa: ARG002
-        """See ``WeightTransport``."""
-        dtypes = {server: self._descriptions[server].dtype for server in servers}
+    def send(
+        self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str, adapter: str = ""
+    ) -> Failures:
+        """See ``Sender``."""
+        if adapter:
+            update = Update(self.timeout, adapter, version)
+            return _to_each(servers, lambda server: server.load(update, version))
+        dtypes = {server: self._dtypes[server] for server in servers}
         dtype = dtypes[servers[0]]
         if len(set(dtypes.values())) > 1:
             found = ", ".join(f"{server.url} {str(one).removeprefix('torch.')}" for server, one in dtypes.items())
-            raise EngineError(
-                f"the vLLM servers have weights of different dtypes ({found}): start all with one --dtype"
-            )
+            raise EngineError(f"the servers have weights of different dtypes ({found}): start all with one --dtype")
         converted = ((name, _converted(tensor, dtype, torch.device("cpu"))) for name, tensor in weights)
-        folder = Path(tempfile.mkdtemp(prefix="cohort-weights-", dir=self._parent))
-        try:
+        with self.folder() as folder:
             for number, part in enumerate(_parts(converted)):
                 save_file(part, folder / f"part-{number:05d}.safetensors")
-            body = {"method": "cohort_load", "kwargs": {"folder": str(folder)}}
-            return _to_each(servers, lambda server: server.post("/collective_rpc", body, timeout=self.timeout))
+            return _to_each(servers, lambda server: server.load(Update(self.timeout, str(folder)), version))
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """See ``Sender``."""
+        folder = Path(tempfile.mkdtemp(prefix="cohort-weights-", dir=self._parent))
+        try:
+            yield folder
         except (OSError, SafetensorError) as error:
             free = shutil.disk_usage(self._parent).free / 2**30
             raise EngineError(
-                f"cannot write the weights to {self._parent} ({error}; {free:.1f} GiB are free): set vllm.folder to a "
-                "folder with more room, or vllm.transport to 'group'"
+                f"cannot write the weights to {self._parent} ({error}; {free:.1f} GiB are free): set server.folder to "
+                "a folder with more room, or server.transport to 'group'"
             ) from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def close(self) -> None:
-        """See ``WeightTransport``. Nothing is kept between updates."""
 
-
-class GroupTransport(WeightTransport):
+class GroupSender(Sender):
     """Broadcasts weights to each server in a process group of its own, so that a server that fails takes down no other.
 
     The trainer is rank 0 of each group and a server's workers are the others. gloo connects CPUs and NCCL GPUs. NCCL
@@ -125,65 +168,68 @@ class GroupTransport(WeightTransport):
     def __init__(self, timeout: float, device: torch.device) -> None:
         self.timeout = timeout
         self.device = device
-        self._descriptions: dict[Server, ServerDescription] = {}
+        self._found: dict[Server, Description] = {}
         self._groups: dict[Server, Any] = {}
 
-    def check(self, servers: Sequence[Server]) -> dict[Server, ServerDescription]:
-        """See ``WeightTransport``."""
-        for server in servers:
-            found = self._descriptions[server] = describe_server(server)
-            if found.transfer != "cohort":
-                raise ConfigError(
-                    f"{server.url} lacks the weight transfer that vllm.transport 'group' needs. {how_to_start()}"
-                )
-        return self._descriptions
+    def check(self, server: Server, found: Description) -> None:
+        """See ``Sender``."""
+        self._found[server] = found
+        if not found.can_broadcast:
+            raise ConfigError(f"{server.url} cannot join the group of server.transport 'group': {server.joining()}")
 
-    def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:
-        """See ``WeightTransport``."""
+    def send(
+        self,
+        servers: Sequence[Server],
+        weights: Iterable[tuple[str, Tensor]],
+        version: str,
+        adapter: str = "",  # noqa: ARG002 - goes as files only
+    ) -> Failures:
+        """See ``Sender``."""
         named = list(weights)
         return _to_each(servers, lambda server: self._update(server, named, version))
 
     def _update(self, server: Server, weights: Sequence[tuple[str, Tensor]], version: str) -> None:
         """Send weights to one server, in a thread of its own: a slow server delays no other."""
-        found = self._descriptions[server]
-        dtypes = [found.dtype if tensor.is_floating_point() else tensor.dtype for _, tensor in weights]
-        info = {
+        known = server in self._groups
+        try:
+            self._broadcast(server, weights, version)
+        except ServerError:
+            if not known:
+                raise
+            self._broadcast(server, weights, version)  # it was started again, so it was in no group
+
+    def _broadcast(self, server: Server, weights: Sequence[tuple[str, Tensor]], version: str) -> None:
+        found = self._found[server]
+        dtype: torch.dtype = getattr(torch, found.dtype)
+        dtypes = [dtype if tensor.is_floating_point() else tensor.dtype for _, tensor in weights]
+        tensors: dict[str, list[Any]] = {
             "names": [name for name, _ in weights],
-            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "dtypes": [str(one).removeprefix("torch.") for one in dtypes],
             "shapes": [list(tensor.shape) for _, tensor in weights],
         }
-        self._begin(server)
+        update = Update(self.timeout, tensors=tensors)
+        if server not in self._groups:
+            self._groups[server] = self._join(server)
         where = torch.device("cpu") if found.device == "cpu" else self.device
         try:
             with ThreadPoolExecutor(1) as threads:
-                loading = threads.submit(server.post, "/update_weights", {"update_info": info}, timeout=self.timeout)
-                for _, tensor in weights:
-                    kept = _converted(tensor, found.dtype, where)
+                loading = threads.submit(server.load, update, version)
+                while not update.begun.wait(POLL_SECONDS) and not loading.done():
+                    pass
+                for _, tensor in weights if update.begun.is_set() else ():
+                    kept = _converted(tensor, dtype, where)
                     _wait(self._groups[server].broadcast(kept, 0), loading)
                 loading.result()
         except BaseException:
             self._leave(server)
             raise
-        server.post("/finish_weight_update", {"weight_version": version}, timeout=self.timeout)
-
-    def _begin(self, server: Server) -> None:
-        """Begin an update of a server, in a group with it."""
-        if server in self._groups:
-            try:
-                server.post("/start_weight_update", timeout=self.timeout)
-            except ServerError:  # it was started again, so it is in no group
-                self._leave(server)
-            else:
-                return
-        self._groups[server] = self._join(server)
-        server.post("/start_weight_update", timeout=self.timeout)
 
     def _join(self, server: Server) -> Any:
         """Make a group with a server's workers."""
-        found = self._descriptions[server]
+        found = self._found[server]
         backend = "gloo" if found.device == "cpu" else "nccl"
         if backend == "nccl" and self.device.type != "cuda":
-            raise EngineError(f"{server.url} is on a GPU and the policy is not: set vllm.transport to 'files'")
+            raise EngineError(f"{server.url} is on a GPU and the policy is not: set server.transport to 'folder'")
         size, timeout = 1 + found.workers, timedelta(seconds=self.timeout)
         with socket.socket() as listener:
             listener.bind((_address_towards(server), 0))
@@ -194,15 +240,22 @@ class GroupTransport(WeightTransport):
             host, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=handle
         )
         meeting = {"host": host, "port": port, "size": size, "backend": backend, "timeout": self.timeout}
+        if server.joins_as_torch:
+            # Two groups of one name cannot be in a server's process, and an earlier one may be left there.
+            name = f"cohort-{port}"
+            return _meet(
+                lambda: _group_as_torch(store, size, backend, timeout, name),
+                lambda: server.join(meeting | {"name": name}),
+            )
         ready = [f"ready{rank}" for rank in range(1, size)]
         with ThreadPoolExecutor(1) as threads:
-            joining = threads.submit(
-                server.post, "/init_weight_transfer_engine", {"init_info": meeting}, timeout=self.timeout
-            )
+            joining = threads.submit(server.join, meeting)
             while not store.check(ready):  # making a group would wait for a server that cannot join
                 if joining.done():
                     joining.result()
-                    raise EngineError(f"{server.url}: its plugin is of another version: copy {PLUGIN} to it")
+                    raise EngineError(
+                        f"{server.url} says that it has joined a group, and is not in it: {server.joining()}"
+                    )
                 time.sleep(POLL_SECONDS)
             group = _group(store, size, backend, timeout, self.device)
             joining.result()
@@ -214,10 +267,10 @@ class GroupTransport(WeightTransport):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._groups.pop(server, None)))
 
     def close(self) -> None:
-        """See ``WeightTransport``."""
+        """See ``Sender``."""
         for server in list(self._groups):
             with contextlib.suppress(ServerError):
-                server.post("/shutdown_weight_transfer_engine", timeout=5.0)
+                server.leave()
         self._groups.clear()
 
 
@@ -235,13 +288,46 @@ def _group(store: Any, size: int, backend: str, timeout: timedelta, device: torc
     """The trainer's end of a process group beside the default one."""
     if backend == "gloo":
         return distributed.ProcessGroupGloo(store, 0, size, timeout)
-    options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    group: Any = distributed.ProcessGroupNCCL(store, 0, size, options)
+    group = _nccl(store, size, timeout)
     # The connection is made at the first collective.
     group.broadcast(torch.zeros(1, dtype=torch.float32, device=device), 0).wait()
     torch.cuda.synchronize(device)
     return group
+
+
+def _group_as_torch(store: Any, size: int, backend: str, timeout: timedelta, name: str) -> Any:
+    """The trainer's end of a group that the others join by ``_new_process_group_helper`` on a ``PrefixStore``.
+
+    Its keys begin with the name twice, once from each, and with the first device of the backend. It makes NCCL's
+    connection at the first weight.
+    """
+    for prefix in (name, f"{name}/", "cpu/" if backend == "gloo" else "cuda/"):
+        store = distributed.PrefixStore(prefix, store)
+    if backend == "gloo":
+        return distributed.ProcessGroupGloo(store, 0, size, timeout)
+    return _nccl(store, size, timeout)
+
+
+def _nccl(store: Any, size: int, timeout: timedelta) -> Any:
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return distributed.ProcessGroupNCCL(store, 0, size, options)
+
+
+def _meet(make: Callable[[], Any], join: Callable[[], None]) -> Any:
+    """Make the trainer's end of a group while the others join. If they cannot, nobody waits for the thread that makes
+    it, which ends at the group's time limit."""
+    made: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:  # raised by ``result``
+            made.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    join()
+    return made.result()
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -288,7 +374,7 @@ def _is_here(host: str) -> bool:
     return True
 
 
-def _address_towards(server: Server) -> str:
+def _address_towards(server: Any) -> str:
     """The address of this machine on the way to a server."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((server.host, server.port))  # sends nothing

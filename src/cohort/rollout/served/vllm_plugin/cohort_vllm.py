@@ -1,4 +1,5 @@
-"""What a vLLM server loads to receive weights. Imports nothing of Cohort: the server has an environment of its own.
+"""What a vLLM server loads to receive weights by broadcasts, and on the CPU build for models with a tied head. Imports
+nothing of Cohort: the server may have an environment of its own.
 
 A server loads it with this folder in ``PYTHONPATH``, ``--worker-extension-cls cohort_vllm.CohortWorker`` and
 ``--weight-transfer-config '{"backend": "cohort"}'``. Written for vLLM 0.32.
@@ -28,31 +29,21 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 class CohortWorker:
     """Methods that every worker of the server gets, for ``/collective_rpc``."""
 
-    def cohort_describe(self) -> dict[str, Any]:
-        """What the trainer must know before it sends weights."""
-        config = self.vllm_config
-        sizes = config.model_config.hf_config.get_text_config().to_dict()
-        transfer = config.weight_transfer_config
-        return {
-            "sizes": {name: value for name, value in sizes.items() if type(value) is int},
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
-            "device": self.device.type,
-            "has_tokenizer": not config.model_config.skip_tokenizer_init,
-            "transfer": getattr(transfer, "backend", None),
-            "can_sleep": bool(config.model_config.enable_sleep_mode),
-            "quantization": config.model_config.quantization,
-        }
-
     def cohort_load(self, folder: str) -> None:
         """Load the weights in a folder's safetensors files."""
         model = self.model_runner.model
         config = self.vllm_config
         with set_current_vllm_config(config):
-            names = {name for name, _ in model.named_parameters()}
+            names = names_of(model)
             initialize_layerwise_reload(model)
             loaded = model.load_weights(_stored(Path(folder)))
             finish(model, config.model_config, names, loaded)
         self.model_runner.reset_lora_state()
+
+
+def names_of(model: torch.nn.Module) -> set[str]:
+    """The names of a model's parameters. A layer that can take adapters holds the one with the weights."""
+    return {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
 
 
 def finish(model: torch.nn.Module, config: Any, names: set[str], loaded: set[str] | None) -> None:
@@ -117,7 +108,7 @@ class CohortTransfer(WeightTransferEngine[Meeting, Announcement]):
         """Prepare layers to be loaded one by one."""
         if self.group is None:
             raise RuntimeError("this worker is in no group: call /init_weight_transfer_engine first")
-        self.names = {name for name, _ in self.model.named_parameters()}
+        self.names = names_of(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

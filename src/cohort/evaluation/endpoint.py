@@ -1,0 +1,226 @@
+"""A baseline behind an OpenAI-compatible server: messages or text go out, texts come back.
+
+Nothing here sees a token: prompts are the rows' messages or texts, lengths are those of the server's ``usage``, and
+what needs token ids or log-probs is refused. The key of the server is read from ``OPENAI_API_KEY``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from cohort.errors import ConfigError, EngineError
+from cohort.rewards import RewardRunner
+from cohort.rewards.functions import parameters_of
+from cohort.rollout import RNGKey, Sampler, Sampling, Watch
+from cohort.rollout.engine import samplings_of
+from cohort.rollout.served.http import Client
+from cohort.rollout.served.protocol import ServerError
+from cohort.types import Completion, FinishReason, Group, Prompt, Segment
+
+ATTEMPTS = 6
+"""How often a request is sent while the server is busy or fails, with 1, 2, 4, ... seconds between."""
+BUSY = 429
+MOST = 32
+"""Requests at the same time at most: public servers count them."""
+SECONDS = 600.0
+"""Time limit of a request."""
+POLL_SECONDS = 0.1
+NO_TOKEN = -1
+"""What stands for a token of a completion whose token ids are unknown."""
+FINISHED = {"stop": FinishReason.EOS, "length": FinishReason.LENGTH}
+"""A stop string cannot be told from an end token."""
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer for prompts that are not read by a model here: a token for each byte, and a template that writes the
+    messages one below the other."""
+    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
+
+
+def check_rewards(rewards: RewardRunner) -> None:
+    """Refuse reward functions that read token ids. Raises ``ConfigError``."""
+    for function in rewards.functions:
+        if function.per_token or "completion_ids" in {one.name for one in parameters_of(function.call)}:
+            raise ConfigError(
+                f"reward function {function.name} reads token ids, and an endpoint returns texts: evaluate a model "
+                "that is loaded here"
+            )
+
+
+@dataclass
+class EndpointModel:
+    """What ``cohort eval`` asks of a model, for one behind an endpoint.
+
+    Args:
+        url: of the API, as in "https://api.openai.com/v1".
+        name: of the model there.
+    """
+
+    url: str
+    name: str
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        self.tokenizer = byte_tokenizer()
+        key = os.environ.get("OPENAI_API_KEY", "")
+        self.client = Client(self.url, setting="--endpoint", public=True, key=key)
+
+    def engine(self, settings: Any, longest: int) -> EndpointSampler:  # noqa: ARG002 - the server knows its context
+        """The sampler."""
+        return EndpointSampler(self.client, self.name, min(MOST, settings.rollout.max_batch_size))
+
+
+class EndpointSampler(Sampler):
+    """Samples texts from an OpenAI-compatible server: ``/chat/completions`` for messages, ``/completions`` for text.
+
+    Args:
+        client: of the server.
+        name: of the model.
+        max_batch_size: requests under way at the same time.
+
+    A request is sent again while the server is busy or fails; see ``ATTEMPTS``. ``generate`` raises ``ConfigError``
+    when the server refuses a request, and ``EngineError`` when it keeps failing.
+    """
+
+    def __init__(self, client: Client, name: str, max_batch_size: int) -> None:
+        self.client, self.name, self.max_batch_size = client, name, max_batch_size
+
+    def describe_model(self) -> str:
+        """Model and server, in a line."""
+        return f"model: {self.name} at {self.client.url}, at most {self.max_batch_size} requests at a time"
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling | Sequence[Sampling],
+        key: RNGKey,
+        watch: Watch | None = None,
+    ) -> list[Group]:
+        """See ``Sampler``."""
+        samplings, watch = samplings_of(prompts, num_generations, sampling), watch or Watch()
+        done: list[dict[int, Completion]] = [{} for _ in prompts]
+        with ThreadPoolExecutor(self.max_batch_size) as threads:
+            under_way: dict[Future[Completion], tuple[int, int]] = {
+                threads.submit(self._draw, prompt, sample, one, key): (index, sample)
+                for index, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
+                for sample in range(num_generations)
+            }
+            try:
+                while under_way:
+                    for future in wait(under_way, POLL_SECONDS, FIRST_COMPLETED).done:
+                        index, sample = under_way.pop(future)
+                        done[index][sample] = future.result()
+                        if watch.on_completion:
+                            watch.on_completion(index, sample, done[index][sample])
+                    if watch.cancelled and watch.cancelled():
+                        break
+            finally:
+                for future in under_way:
+                    future.cancel()
+                if under_way:
+                    self.client.disconnect()
+        cancelled = _completion("", 0, FinishReason.CANCELLED)
+        return [
+            Group(prompt, tuple(found.get(sample, cancelled) for sample in range(num_generations)))
+            for prompt, found in zip(prompts, done, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the requests under way."""
+        self.client.disconnect()
+
+    def _draw(self, prompt: Prompt, sample: int, sampling: Sampling, key: RNGKey) -> Completion:
+        """One completion."""
+        path, body = request_of(prompt, sampling, key.request_seed(prompt.uid, sample, 0))
+        for attempt in range(ATTEMPTS):
+            try:
+                return read_answer(
+                    self.client.url, path, self.client.post(path, {"model": self.name, **body}, timeout=600)
+                )
+            except ServerError as error:
+                if not error.is_failure and error.status != BUSY:
+                    raise ConfigError(f"{error}. The endpoint refuses what the settings ask for") from None
+                if attempt == ATTEMPTS - 1:
+                    raise EngineError(f"{error}, after {ATTEMPTS} attempts") from None
+            time.sleep(2**attempt)
+        raise AssertionError
+
+
+def request_of(prompt: Prompt, sampling: Sampling, seed: int) -> tuple[str, dict[str, Any]]:
+    """The route and the body of a request for a completion of a prompt. What is off is not sent: not every server
+    knows fields beyond OpenAI's.
+
+    Raises:
+        ConfigError: the row begins the answer, or has tools.
+    """
+    if prompt.prefill or prompt.template_arguments.get("tools"):
+        raise ConfigError("an endpoint gets messages: rows whose answers are begun, or with tools, are not supported")
+    body: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_completion_length,
+        "seed": seed % 2**31,
+    }
+    others = {
+        "top_p": (sampling.top_p, 1.0),
+        "top_k": (sampling.top_k, 0),
+        "min_p": (sampling.min_p, 0.0),
+        "repetition_penalty": (sampling.repetition_penalty, 1.0),
+        "min_tokens": (sampling.min_completion_length, 0),
+        "stop": (list(sampling.stop), []),
+        "regex": (sampling.regex, None),
+    }
+    body |= {name: value for name, (value, off) in others.items() if value != off}
+    if sampling.stop:
+        body["include_stop_str_in_output"] = True
+    if sampling.regex is not None:
+        body["structured_outputs"] = {"regex": body.pop("regex")}  # of vLLM; OpenAI has none
+    if sampling.json_schema is not None:
+        schema = {"name": "completion", "schema": json.loads(sampling.json_schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if prompt.is_conversation:
+        return "/chat/completions", {"messages": list(prompt.prompt), **body}
+    return "/completions", {"prompt": prompt.prompt, **body}
+
+
+def read_answer(server: str, path: str, answer: Any) -> Completion:
+    """The completion of an answer. One that ended for a reason that is neither "stop" nor "length", as by a filter of
+    the server, is not scored.
+
+    Raises:
+        ServerError: the answer is malformed.
+    """
+    try:
+        (choice,) = answer["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        reason, count = choice["finish_reason"], int(answer["usage"]["completion_tokens"])
+        text = text or ""
+        if not isinstance(text, str):
+            raise TypeError("text")
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise ServerError(server, path, f"unexpected answer ({error!r}): {str(answer)[:200]}") from None
+    return _completion(text, count, FINISHED.get(reason, FinishReason.ERROR))
+
+
+def _completion(text: str, count: int, reason: FinishReason) -> Completion:
+    """A completion whose tokens are unknown but for their number."""
+    segment = Segment(np.full(count, NO_TOKEN, np.int64), None)
+    return Completion((segment,), np.full(count, np.nan), reason, text, 0)

@@ -1,0 +1,220 @@
+"""`cohort eval --endpoint`: a baseline behind an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from cohort.cli import main
+from cohort.errors import ConfigError, EngineError
+from cohort.evaluation import endpoint
+from cohort.evaluation.endpoint import EndpointSampler, byte_tokenizer
+from cohort.rollout import RNGKey, Sampling, Watch
+from cohort.rollout.served.http import Client
+from cohort.types import FinishReason, Prompt
+
+
+class Api:
+    """A server of the API. ``answer`` gives the status and the answer to a request; ``asked`` are path, body, key."""
+
+    def __init__(self):
+        self.asked, self.answer = [], lambda number, path, body: (200, chat("1"))
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with api.lock:
+                    api.asked.append((self.path, body, self.headers.get("Authorization")))
+                    number = len(api.asked)
+                status, answer = api.answer(number, self.path, body)
+                content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                try:
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(content)))
+                    self.end_headers()
+                    self.wfile.write(content)
+                except OSError:  # the client has gone
+                    return
+
+            def log_message(self, *arguments):
+                pass
+
+        self.lock = threading.Lock()
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+
+    def close(self):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def api(monkeypatch):
+    monkeypatch.setattr(endpoint.time, "sleep", lambda _: None)
+    made = Api()
+    yield made
+    made.close()
+
+
+def chat(text, reason="stop", tokens=3):
+    message = {"role": "assistant", "content": text}
+    return {"choices": [{"message": message, "finish_reason": reason}], "usage": {"completion_tokens": tokens}}
+
+
+def text(content, reason="stop", tokens=3):
+    return {"choices": [{"text": content, "finish_reason": reason}], "usage": {"completion_tokens": tokens}}
+
+
+ROWS = [{"prompt": [{"role": "user", "content": f"{n}+1"}], "answer": str(n + 1)} for n in range(4)]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "r.py").write_text(
+        "def right(completion, answer):\n    text = completion if isinstance(completion, str) else completion\n"
+        "    return float(str(text).strip() == answer)\n"
+        "def ids(completion_ids, **_):\n    return [1.0 for _ in completion_ids]\n"
+    )
+
+
+def run(api, *more, rows="rows.jsonl", reward="r.py:right"):
+    words = ["eval", "their-model", "--endpoint", api.url, "--data", rows, "--reward", reward, "--max-tokens", "16"]
+    return main([*words, "--json", "found.json", "--overwrite", *more])
+
+
+def metrics():
+    with open("found.json") as file:  # noqa: PTH123 - relative to the folder of the test
+        return json.load(file)["metrics"][0]
+
+
+def test_a_baseline_is_scored_as_a_model_is(api, files, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", "k3y")
+    api.answer = lambda number, path, body: (200, chat(str(int(body["messages"][0]["content"][0]) + 1), tokens=5))
+    wrong = api.answer
+    api.answer = lambda n, path, body: (
+        (200, chat("9")) if body["messages"][0]["content"] == "3+1" else wrong(n, path, body)
+    )
+    assert run(api, "--n", "2", "--temperature", "0.7", "--seed", "3") == 0
+    found = metrics()
+    assert found["eval/reward/mean"] == 0.75
+    assert (found["eval/length/min"], found["eval/length/max"]) == (3, 5)
+    assert len(api.asked) == 8
+    path, body, key = api.asked[0]
+    assert (path, key) == ("/v1/chat/completions", "Bearer k3y")
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("their-model", 0.7, 16)
+    assert set(body) == {"model", "messages", "temperature", "max_tokens", "seed"}
+    assert len({body["seed"] for _, body, _ in api.asked}) == 8
+    assert "k3y" not in capsys.readouterr().err
+
+
+def test_text_goes_to_the_route_for_text(api, files):
+    api.answer = lambda number, path, body: (200, text("2"))
+    assert run(api, "--data.format", "text", "--top-k", "5", "--top-p", "0.9", rows="texts.jsonl") == 0
+    path, body, key = api.asked[0]
+    assert (path, key, body["prompt"], body["top_k"], body["top_p"]) == ("/v1/completions", None, "1+1=", 5, 0.9)
+    assert metrics()["eval/reward/mean"] == 1.0
+
+
+def prompts(count):
+    return [Prompt(n, n, (1,), "", [{"role": "user", "content": str(n)}], {}) for n in range(count)]
+
+
+def sampler(api):
+    return EndpointSampler(Client(api.url, setting="--endpoint", public=True), "m", 4)
+
+
+def test_a_busy_server_is_asked_again(api):
+    api.answer = lambda number, path, body: (429 if number < 3 else 200, chat("x"))
+    (group,) = sampler(api).generate(prompts(1), 1, Sampling(4), RNGKey(0, 0))
+    assert len(api.asked) == 3
+    assert group.completions[0].text == "x"
+    assert len({json.dumps(body) for _, body, _ in api.asked}) == 1
+
+
+def test_reasons_and_texts(api):
+    answers = [chat("a"), chat("b", "length"), chat("", "content_filter"), chat(None)]
+    api.answer = lambda number, path, body: (200, answers[int(body["messages"][0]["content"])])
+    groups = sampler(api).generate(prompts(4), 1, Sampling(4), RNGKey(0, 0))
+    found = [(g.completions[0].text, g.completions[0].finish_reason) for g in groups]
+    eos, length, error = FinishReason.EOS, FinishReason.LENGTH, FinishReason.ERROR
+    assert found == [("a", eos), ("b", length), ("", error), ("", eos)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (
+            (404, {"error": {"message": "no model their-model"}}),
+            ConfigError,
+            "no model their-model. The endpoint refuses",
+        ),
+        ((401, {"error": {"message": "bad key"}}), ConfigError, "status 401: bad key"),
+        ((500, {}), EngineError, "status 500: .*after 6 attempts"),
+        ((200, {"choices": []}), EngineError, "unexpected answer .*after 6 attempts"),
+        ((200, b"<html>"), EngineError, "the answer is not JSON"),
+        ((200, {"choices": [{"text": "x", "finish_reason": "stop"}]}), EngineError, "unexpected answer .*usage"),
+    ],
+)
+def test_answers_that_cannot_be_used(api, answer, error, message):
+    api.answer = lambda *_: answer
+    with pytest.raises(error, match=message):
+        sampler(api).generate(prompts(2), 2, Sampling(4), RNGKey(0, 0))
+
+
+def test_cancelling_ends_what_is_under_way(api):
+    hold = threading.Event()
+
+    def slow(number, path, body):
+        if number > 2:
+            hold.wait(20)
+        return 200, chat("x")
+
+    api.answer, ended = slow, []
+    watch = Watch(on_completion=lambda *one: ended.append(one), cancelled=lambda: len(ended) >= 2)
+    groups = sampler(api).generate(prompts(3), 2, Sampling(4), RNGKey(0, 0), watch)
+    hold.set()
+    reasons = [c.finish_reason for group in groups for c in group.completions]
+    assert reasons.count(FinishReason.CANCELLED) >= 1
+    assert reasons.count(FinishReason.EOS) >= 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--reward", "r.py:ids"), "ids reads token ids, and an endpoint returns texts"),
+        (("--environment.tools", "calculator"), "leave out tools and environments"),
+        (("--endpoint", "ftp://x"), "--endpoint: expected an address such as 'https://api.openai.com/v1'"),
+    ],
+)
+def test_what_an_endpoint_cannot_do_is_refused(api, files, capsys, more, message):
+    assert run(api, *more, reward=more[1] if more[0] == "--reward" else "r.py:right") == 2
+    assert message in capsys.readouterr().err
+    assert not api.asked
+
+
+def test_the_length_of_completions_has_to_be_given(api, files, capsys):
+    assert main(["eval", "m", "--endpoint", api.url, "--data", "rows.jsonl", "--reward", "r.py:right"]) == 2
+    assert "--endpoint needs --max-tokens" in capsys.readouterr().err
+
+
+def test_public_addresses_are_for_endpoints():
+    one = Client("https://api.example.com/v1/", setting="--endpoint", public=True)
+    assert (one.url, one.port, one.secure) == ("https://api.example.com:443/v1", 443, True)
+    with pytest.raises(ConfigError, match="server.url: expected an address"):
+        Client("https://api.example.com/v1")
+
+
+def test_the_tokenizer_of_prompts_knows_every_text():
+    tokenizer = byte_tokenizer()
+    words = "añ 語\n\t"
+    assert tokenizer.decode(tokenizer(words)["input_ids"]) == words
+    assert len(tokenizer) == 256
