@@ -289,12 +289,11 @@ def test_a_server_that_can_be_used(stand_in):
     assert (found.adapters, found.routes) == (0, False)
 
 
-def test_a_server_that_a_killed_run_left_asleep_is_woken(stand_in, server):
+def test_a_server_that_a_killed_run_left_asleep_is_not_touched_before_its_weights(stand_in, server):
     server.sleep()
-    stand_in.load(tiny_llama().state_dict())
-    check(stand_in)
-    assert stand_in.awake == {"weights", "kv_cache", "cuda_graph"}
-    assert stand_in.label == "default"
+    stand_in.calls.clear()
+    assert check(stand_in).weights == sglang.ASLEEP
+    assert not stand_in.calls
 
 
 @pytest.mark.parametrize(

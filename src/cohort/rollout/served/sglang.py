@@ -122,10 +122,10 @@ class SGLangServer(Client, Server):
         numbers = tuple(int(one) for one in re.findall(r"\d+", version)[:3])
         if OLDEST > numbers > (0, 0, 0):  # 0.0.0.dev: built from source
             raise ConfigError(f"{self.url} runs SGLang {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
-        # By a run that was killed, which left it asleep or paused while it sent weights.
-        if self._wake("weights"):
-            self._wake("kv_cache", "cuda_graph")
-            self.post("/update_weight_version", {"new_version": "default"}, timeout=ADMIN_SECONDS)
+        # A run that was killed may have left it asleep, or paused while it sent weights. Each rank is here, and waking
+        # it twice would end its process: the first weights wake it, and the probe follows them.
+        if self.text("/model_info", "weight_version") == ASLEEP:
+            return
         self.post("/continue_generation", {}, timeout=ADMIN_SECONDS)
         self._check_vocabulary(vocab_size)
         _, ((logp, _),) = self._continued([vocab_size // 2], 1, temperature=FLAT)
