@@ -18,6 +18,7 @@ from cohort.rollout.served.weights import FolderSender, GroupSender
 from cohort.rollout.settings import Sampling
 from cohort.types import FinishReason
 from tests.conftest import tiny_llama
+from tests.train.harness import make_trainer, metrics_of
 
 from .stand_in import RefusedError, slow
 from .stand_in_sglang import SGLangStandIn
@@ -455,3 +456,18 @@ def test_a_server_with_another_label_after_an_update_is_reported(server, stand_i
     sender.check(server, server.describe())
     failed = sender.send([server], weights.items(), "1")
     assert "it reports weights 'default', not '1'" in str(failed[server])
+
+
+@pytest.mark.parametrize("transport", ["folder", "group"])
+def test_a_run_trains_the_policy_that_the_server_samples_from(demo_tokenizer, tmp_path, transport):
+    stand_in = SGLangStandIn(tiny_llama(len(demo_tokenizer), initializer_range=0.1), demo_tokenizer)
+    sizes = {"max_steps": 2, "prompts_per_step": 2, "max_completion_length": 6, "top_p": 0.9, "sleep": True}
+    served = {"engine": "server", "kind": "sglang", "url": (stand_in.url,), "transport": transport}
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", **served, **sizes)
+    trainer.train()
+    lines = [line for line in metrics_of(tmp_path / "run") if line["step"]]
+    assert len(lines) == 2
+    assert all(line["server/probe_gap"] < TOLERANCE for line in lines)
+    assert paths(stand_in).count("/release_memory_occupation") >= 2
+    assert all(body.get("return_sampling_mask") in (True, None) for body in stand_in.requests())
+    stand_in.die()
