@@ -44,7 +44,12 @@ def server() -> Iterator[str]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--port", port]
     command += ["--dtype", "float32", "--max-model-len", 256, "--enable-scale-out", "--generation-config", "vllm"]
     command += ["--logprobs-mode", "processed_logprobs", "--enforce-eager", *PLUGIN_ARGUMENTS]
-    switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(PLUGIN)}
+    switches = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "PYTHONPATH": str(PLUGIN),
+    }
     process = subprocess.Popen(
         list(map(str, command)), env=os.environ | switches, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -31,6 +31,7 @@ from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World
 from cohort.policy import Policy, named_weights
 from cohort.policy.device import release_memory
+from cohort.rollout.backend import free_bytes
 from cohort.rollout.served.adapters import Adapter
 from cohort.rollout.served.protocol import Description, Draw, Drawn, Outcome, RawTurn, Turns, checked
 from cohort.rollout.served.vllm import CONTINUATION, OLDEST, sampling_parameters
@@ -45,7 +46,7 @@ ENVIRONMENT = {
 SHARE_ASLEEP, SHARE_AWAKE = 0.9, 0.45
 """The part of the free memory that vLLM gets if it sleeps during the updates, and if it does not."""
 CPU_GIB = 4
-"""Most memory of the cache of keys and values on a CPU."""
+"""Most memory of the cache of keys and values on a CPU, which is a quarter of what is free."""
 
 
 def missing() -> str:
@@ -338,7 +339,8 @@ class Colocated(Turns):
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process, and takes tensors of it
         if not self.on_gpu:
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_GIB))
+            gib = max(1, min(CPU_GIB, (free_bytes(self.policy.device) or 0) // 2**32))
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(gib))
         try:
             with unchanged_generators():
                 from vllm import LLM
