@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -56,7 +57,7 @@ class Api:
 
 @pytest.fixture
 def api(monkeypatch):
-    monkeypatch.setattr(endpoint.time, "sleep", lambda _: None)
+    monkeypatch.setattr(endpoint, "BACKOFF_SECONDS", 0.001)
     made = Api()
     yield made
     made.close()
@@ -178,9 +179,10 @@ def test_cancelling_ends_what_is_under_way(api):
             hold.wait(20)
         return 200, chat("x")
 
-    api.answer, ended = slow, []
+    api.answer, ended, started = slow, [], time.monotonic()
     watch = Watch(on_completion=lambda *one: ended.append(one), cancelled=lambda: len(ended) >= 2)
     groups = sampler(api).generate(prompts(3), 2, Sampling(4), RNGKey(0, 0), watch)
+    assert time.monotonic() - started < 10
     hold.set()
     reasons = [c.finish_reason for group in groups for c in group.completions]
     assert reasons.count(FinishReason.CANCELLED) >= 1

@@ -113,7 +113,7 @@ def test_other_mistakes(args, demo_tokenizer, named, error, words):
 def test_the_config_of_trl_is_refused(args, demo_tokenizer, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of TRL's imports
-        trl = pytest.importorskip("trl")
+        trl = pytest.importorskip("trl", minversion="1.0")  # not this folder, which user code may put on the path
         theirs = trl.GRPOConfig(str(tmp_path), use_cpu=True)
     with pytest.raises(ConfigError, match=r"args is trl's GRPOConfig: expected cohort.trl.GRPOConfig"):
         GRPOTrainer(MODEL, zero, theirs, ROWS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ from cohort.rollout.served.protocol import ServerError
 from cohort.types import Completion, FinishReason, Group, Prompt, Segment
 
 ATTEMPTS = 6
-"""How often a request is sent while the server is busy or fails, with 1, 2, 4, ... seconds between."""
+"""How often a request is sent while the server is busy or fails."""
+BACKOFF_SECONDS = 1.0
+"""Wait before it is sent again; it doubles each time."""
 BUSY = 429
 MOST = 32
 """Requests at the same time at most: public servers count them."""
@@ -102,6 +104,7 @@ class EndpointSampler(Sampler):
 
     def __init__(self, client: Client, name: str, max_batch_size: int) -> None:
         self.client, self.name, self.max_batch_size = client, name, max_batch_size
+        self._stopped = threading.Event()
 
     def describe_model(self) -> str:
         """Model and server, in a line."""
@@ -118,6 +121,7 @@ class EndpointSampler(Sampler):
         """See ``Sampler``."""
         samplings, watch = samplings_of(prompts, num_generations, sampling), watch or Watch()
         done: list[dict[int, Completion]] = [{} for _ in prompts]
+        self._stopped.clear()
         with ThreadPoolExecutor(self.max_batch_size) as threads:
             under_way: dict[Future[Completion], tuple[int, int]] = {
                 threads.submit(self._draw, prompt, sample, one, key): (index, sample)
@@ -134,6 +138,7 @@ class EndpointSampler(Sampler):
                     if watch.cancelled and watch.cancelled():
                         break
             finally:
+                self._stopped.set()
                 for future in under_way:
                     future.cancel()
                 if under_way:
@@ -159,9 +164,9 @@ class EndpointSampler(Sampler):
             except ServerError as error:
                 if not error.is_failure and error.status != BUSY:
                     raise ConfigError(f"{error}. The endpoint refuses what the settings ask for") from None
-                if attempt == ATTEMPTS - 1:
+                if attempt == ATTEMPTS - 1 or self._stopped.is_set():
                     raise EngineError(f"{error}, after {ATTEMPTS} attempts") from None
-            time.sleep(2**attempt)
+            self._stopped.wait(BACKOFF_SECONDS * 2**attempt)
         raise AssertionError
 
 
