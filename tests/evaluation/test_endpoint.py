@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -57,7 +58,7 @@ class Api:
 
 @pytest.fixture
 def api(monkeypatch):
-    monkeypatch.setattr(endpoint, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(endpoint, "WAIT_SECONDS", 0.0)
     made = Api()
     yield made
     made.close()
@@ -179,14 +180,46 @@ def test_cancelling_ends_what_is_under_way(api):
             hold.wait(20)
         return 200, chat("x")
 
-    api.answer, ended, started = slow, [], time.monotonic()
+    api.answer, ended = slow, []
     watch = Watch(on_completion=lambda *one: ended.append(one), cancelled=lambda: len(ended) >= 2)
     groups = sampler(api).generate(prompts(3), 2, Sampling(4), RNGKey(0, 0), watch)
-    assert time.monotonic() - started < 10
     hold.set()
     reasons = [c.finish_reason for group in groups for c in group.completions]
     assert reasons.count(FinishReason.CANCELLED) >= 1
     assert reasons.count(FinishReason.EOS) >= 2
+
+
+@pytest.mark.parametrize("status", [None, 500], ids=["hangs", "fails"])
+@pytest.mark.parametrize("by", ["cancelled", "ctrl-c", "refused"])
+def test_what_ends_sampling_ends_it_at_once(api, monkeypatch, status, by):
+    """A request that was cut off is not sent again, and none waits for its next attempt."""
+    monkeypatch.setattr(endpoint, "WAIT_SECONDS", 20.0)
+    hold = threading.Event()
+
+    def answer(number, path, body):
+        if by == "refused" and body["messages"][0]["content"] == "0":
+            while len(api.asked) < 3:
+                time.sleep(0.01)
+            return 404, {}
+        if status is None:
+            hold.wait(20)
+        return status or 200, {}
+
+    def asked():
+        if len(api.asked) < 3:
+            return False
+        if by == "ctrl-c":
+            raise KeyboardInterrupt
+        return by == "cancelled"
+
+    api.answer, begun = answer, time.monotonic()
+    expected = {"ctrl-c": pytest.raises(KeyboardInterrupt), "refused": pytest.raises(ConfigError, match="status 404")}
+    with expected.get(by, nullcontext()):
+        groups = sampler(api).generate(prompts(3), 1, Sampling(4), RNGKey(0, 0), Watch(cancelled=asked))
+        assert {group.completions[0].finish_reason for group in groups} == {FinishReason.CANCELLED}
+    assert time.monotonic() - begun < 10, "half of what one more attempt, or an answer, would take"
+    hold.set()
+    assert len(api.asked) == 3
 
 
 @pytest.mark.parametrize(

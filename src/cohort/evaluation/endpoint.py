@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,8 @@ from cohort.types import Completion, FinishReason, Group, Prompt, Segment
 
 ATTEMPTS = 6
 """How often a request is sent while the server is busy or fails."""
-BACKOFF_SECONDS = 1.0
-"""Wait before it is sent again; it doubles each time."""
+WAIT_SECONDS = 1.0
+"""Between the first two; twice as long before each further one."""
 BUSY = 429
 MOST = 32
 """Requests at the same time at most: public servers count them."""
@@ -104,7 +104,6 @@ class EndpointSampler(Sampler):
 
     def __init__(self, client: Client, name: str, max_batch_size: int) -> None:
         self.client, self.name, self.max_batch_size = client, name, max_batch_size
-        self._stopped = threading.Event()
 
     def describe_model(self) -> str:
         """Model and server, in a line."""
@@ -121,10 +120,10 @@ class EndpointSampler(Sampler):
         """See ``Sampler``."""
         samplings, watch = samplings_of(prompts, num_generations, sampling), watch or Watch()
         done: list[dict[int, Completion]] = [{} for _ in prompts]
-        self._stopped.clear()
+        stopped = Event()
         with ThreadPoolExecutor(self.max_batch_size) as threads:
             under_way: dict[Future[Completion], tuple[int, int]] = {
-                threads.submit(self._draw, prompt, sample, one, key): (index, sample)
+                threads.submit(self._draw, prompt, sample, one, key, stopped): (index, sample)
                 for index, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
                 for sample in range(num_generations)
             }
@@ -138,10 +137,10 @@ class EndpointSampler(Sampler):
                     if watch.cancelled and watch.cancelled():
                         break
             finally:
-                self._stopped.set()
+                stopped.set()
                 for future in under_way:
                     future.cancel()
-                if under_way:
+                while wait(under_way, POLL_SECONDS).not_done:  # again, for requests that were just connecting
                     self.client.disconnect()
         cancelled = _completion("", 0, FinishReason.CANCELLED)
         return [
@@ -153,21 +152,21 @@ class EndpointSampler(Sampler):
         """End the requests under way."""
         self.client.disconnect()
 
-    def _draw(self, prompt: Prompt, sample: int, sampling: Sampling, key: RNGKey) -> Completion:
-        """One completion."""
+    def _draw(self, prompt: Prompt, sample: int, sampling: Sampling, key: RNGKey, stopped: Event) -> Completion:
+        """One completion. Once ``stopped`` is set, no request is sent again."""
         path, body = request_of(prompt, sampling, key.request_seed(prompt.uid, sample, 0))
+        failure: ServerError | None = None
         for attempt in range(ATTEMPTS):
+            if stopped.wait(attempt and WAIT_SECONDS * 2 ** (attempt - 1)):
+                break
             try:
-                return read_answer(
-                    self.client.url, path, self.client.post(path, {"model": self.name, **body}, timeout=600)
-                )
+                answer = self.client.post(path, {"model": self.name, **body}, timeout=SECONDS)
+                return read_answer(self.client.url, path, answer)
             except ServerError as error:
                 if not error.is_failure and error.status != BUSY:
                     raise ConfigError(f"{error}. The endpoint refuses what the settings ask for") from None
-                if attempt == ATTEMPTS - 1 or self._stopped.is_set():
-                    raise EngineError(f"{error}, after {ATTEMPTS} attempts") from None
-            self._stopped.wait(BACKOFF_SECONDS * 2**attempt)
-        raise AssertionError
+                failure = error
+        raise EngineError(f"{failure}, after {ATTEMPTS} attempts")
 
 
 def request_of(prompt: Prompt, sampling: Sampling, seed: int) -> tuple[str, dict[str, Any]]:
