@@ -1,4 +1,4 @@
-"""`cohort eval --endpoint`: a baseline behind an OpenAI-compatible server."""
+"""`cohort eval --endpoint` and `cohort generate --endpoint`: a baseline behind an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -152,6 +152,45 @@ def test_reasons_and_texts(api):
 
 
 @pytest.mark.parametrize(
+    ("more", "expected", "reason"),
+    [
+        ({}, "a", FinishReason.EOS),
+        ({"stop_reason": None}, "a", FinishReason.EOS),
+        ({"stop_reason": 2}, "a", FinishReason.EOS),
+        ({"stop_reason": "</s>"}, "a</s>", FinishReason.STOP),
+        ({"matched_stop": "END"}, "aEND", FinishReason.STOP),
+        ({"matched_stop": "other"}, "a", FinishReason.EOS),
+    ],
+    ids=["OpenAI", "end token", "end token by id", "vLLM", "SGLang", "not ours"],
+)
+def test_a_stop_string_that_the_server_names_is_part_of_the_text(api, more, expected, reason):
+    answer = chat("a", tokens=4)
+    answer["choices"][0] |= more
+    api.answer = lambda *_: (200, answer)
+    (group,) = sampler(api).generate(prompts(1), 1, Sampling(4, stop=("</s>", "END")), RNGKey(0, 0))
+    (completion,) = group.completions
+    assert (completion.text, completion.finish_reason, completion.num_tokens) == (expected, reason, 4)
+    assert api.asked[0][1].keys() == {"model", "messages", "temperature", "max_tokens", "seed", "stop"}
+
+
+def test_what_a_server_may_not_do_is_named(api, files, capsys):
+    assert run(api, "--top-k", "5", "--rollout.stop", '["x"]') == 0
+    found = capsys.readouterr().err
+    assert "fields that are not OpenAI's, which some servers ignore: top_k\n" in found
+    assert "texts lack the stop string" in found
+    assert run(api, "--top-p", "0.5") == 0
+    found = capsys.readouterr().err
+    assert "not OpenAI's" not in found
+    assert "stop string that" not in found
+
+
+def test_completions_that_a_server_cut_are_no_result(api, files, capsys):
+    api.answer = lambda *_: (200, chat("", "content_filter"))
+    assert run(api) == 2
+    assert "no completion of their-model can be scored: the server cut them all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("answer", "error", "message"),
     [
         (
@@ -162,6 +201,7 @@ def test_reasons_and_texts(api):
         ((401, {"error": {"message": "bad key"}}), ConfigError, "status 401: bad key"),
         ((500, {}), EngineError, "status 500: .*after 6 attempts"),
         ((200, {"choices": []}), EngineError, "unexpected answer .*after 6 attempts"),
+        ((200, chat("x", tokens=-1)), EngineError, "unexpected answer .*completion_tokens"),
         ((200, b"<html>"), EngineError, "the answer is not JSON"),
         ((200, {"choices": [{"text": "x", "finish_reason": "stop"}]}), EngineError, "unexpected answer .*usage"),
     ],
@@ -227,6 +267,12 @@ def test_what_ends_sampling_ends_it_at_once(api, monkeypatch, status, by):
     [
         (("--reward", "r.py:ids"), "ids reads token ids, and an endpoint returns texts"),
         (("--environment.tools", "calculator"), "leave out tools and environments"),
+        (("--checkpoint", "best"), "--checkpoint would have no effect with --endpoint"),
+        (("--engine", "vllm", "--device", "cpu"), "--engine, --device would have no effect"),
+        (("--rollout.engine", "local"), "--rollout.engine would have no effect"),
+        (("--model.precision", "float32"), "--model.precision would have no effect"),
+        (("--data.max_prompt_length", "5"), "data.max_prompt_length would have no effect"),
+        (("--data.chat_template", "{{ messages }}"), "data.chat_template would have no effect"),
         (("--endpoint", "ftp://x"), "--endpoint: expected an address such as 'https://api.openai.com/v1'"),
     ],
 )
@@ -253,3 +299,63 @@ def test_the_tokenizer_of_prompts_knows_every_text():
     words = "añ 語\n\t"
     assert tokenizer.decode(tokenizer(words)["input_ids"]) == words
     assert len(tokenizer) == 256
+
+
+def complete(api, *words):
+    return main(["generate", "their-model", *words, "--endpoint", api.url])
+
+
+def test_generate_shows_what_an_endpoint_writes(api, files, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", "k3y")
+    api.answer = lambda *_: (200, chat("two"))
+    assert complete(api, "1+1", "--chat", "--system", "add", "--max-tokens", "8", "--temperature", "0.5") == 0
+    out, err = capsys.readouterr()
+    assert out == "two\n"
+    assert f"model: their-model at {api.url}" in err
+    assert "end tokens" not in err
+    ((path, body, key),) = api.asked
+    assert (path, key) == ("/v1/chat/completions", "Bearer k3y")
+    assert body["messages"] == [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("their-model", 8, 0.5)
+    assert "k3y" not in err
+
+
+def test_generate_writes_no_tokens_that_it_does_not_know(api, files, tmp_path):
+    api.answer = lambda number, path, body: (200, text(body["prompt"] + "!", tokens=3))
+    assert complete(api, "a", "b", "--n", "2", "--max-tokens", "8", "--output", "out.jsonl") == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    found = [(one["prompt"], one["sample_index"], one["text"], one["finish_reason"]) for one in lines]
+    assert found == [("a", 0, "a!", "eos"), ("a", 1, "a!", "eos"), ("b", 0, "b!", "eos"), ("b", 1, "b!", "eos")]
+    assert {(one["token_ids"], one["logps"]) for one in lines} == {(None, None)}
+    assert {path for path, _, _ in api.asked} == {"/v1/completions"}
+
+
+def test_generate_and_eval_send_the_same_requests(api, files):
+    assert run(api, "--n", "2", "--seed", "3") == 0
+    of_eval = sorted(json.dumps(body) for _, body, _ in api.asked)
+    api.asked.clear()
+    words = ("--prompts", "rows.jsonl", "--n", "2", "--seed", "3", "--max-tokens", "16", "--output", "out.jsonl")
+    assert complete(api, *words) == 0
+    assert sorted(json.dumps(body) for _, body, _ in api.asked) == of_eval
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--max-tokens", "8", "--prefix", "x"), "--prefix would have no effect with --endpoint"),
+        (("--max-tokens", "8", "--cache-tokens", "9"), "--cache-tokens would have no effect"),
+        (("--max-tokens", "8", "--tools", "calculator"), "leave out tools and environments"),
+        ((), "--endpoint needs --max-tokens"),
+    ],
+)
+def test_generate_refuses_what_an_endpoint_cannot_do(api, files, capsys, more, message):
+    assert complete(api, "x", *more) == 2
+    assert message in capsys.readouterr().err
+    assert not api.asked
+
+
+def test_generate_says_which_completions_a_server_cut(api, files, capsys):
+    api.answer = lambda number, path, body: (200, text("x", "content_filter" if body["prompt"] == "b" else "stop"))
+    assert complete(api, "a", "b", "--max-tokens", "8") == 2
+    assert "1 of 2 completions could not be sampled to their end" in (found := capsys.readouterr().err)
+    assert "the server cut them" in found

@@ -33,8 +33,8 @@ from cohort.data import load_sets
 from cohort.data.render import time_now
 from cohort.environments import Acting
 from cohort.environments.setup import reward_runner
-from cohort.errors import ConfigError, DataError, NonFiniteError
-from cohort.evaluation.endpoint import EndpointModel, check_rewards
+from cohort.errors import ConfigError, DataError, EngineError, NonFiniteError
+from cohort.evaluation.endpoint import EndpointModel, check_request, check_rewards
 from cohort.evaluation.evaluate import (
     NOT_PROPORTIONS,
     Evaluation,
@@ -48,6 +48,7 @@ from cohort.evaluation.model import ChosenModel
 from cohort.flags import EvalFlags
 from cohort.policy import context_length, known_tokens, resolve_device
 from cohort.policy.device import release_memory
+from cohort.rollout import Sampler
 from cohort.runs.chosen import check_not_in_run, check_nothing_missing, model_of, run_of, why_unnamed
 from cohort.runs.durable import as_json, write_atomically
 from cohort.runs.trust import settings_of_run
@@ -412,12 +413,8 @@ def evaluate(request: Request) -> int:
     settings = request.settings()
     request.check_files(settings)
     acting = Acting.of(settings.environment, group_size=settings.eval.num_generations_eval)
-    if request.endpoint and (acting or settings.eval.max_completion_length_eval is None):
-        raise ConfigError(
-            "--endpoint samples texts of one turn: leave out tools and environments"
-            if acting
-            else "--endpoint needs --max-tokens: nobody here knows the model's context"
-        )
+    if request.endpoint:
+        check_request(request, settings, acts=acting is not None)
     if acting is None and request.config is None and not request.endpoint:
         check_nothing_missing(request.model, "give --config to evaluate without them")
     rewards = reward_runner(acting, settings.reward.functions, settings)
@@ -540,8 +537,10 @@ def _evaluation(subject: Subject, settings: GRPOConfig, *, quiet: bool) -> Mappi
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=prompts * count)
         with closing(engine):
-            sampler: Any = engine if isinstance(model, EndpointModel) else model.sampler(engine)  # type: ignore[arg-type]
+            sampler: Sampler = model.sampler(engine)  # type: ignore[arg-type]
             found = evaluator.evaluate(sampler, on_completion=lambda: bar.advance(task))
     if all(one.counts["errors"] == one.table.num_rows for one in found.values()):
+        if isinstance(model, EndpointModel):
+            raise EngineError(f"no completion of {subject.name} can be scored: the server cut them all, as by a filter")
         raise NonFiniteError(f"no completion of {subject.name} could be drawn: its logits are NaN or infinite")
     return found

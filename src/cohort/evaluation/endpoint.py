@@ -18,7 +18,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from cohort.config import GRPOConfig, setting_names
 from cohort.errors import ConfigError, EngineError
+from cohort.evaluation.evaluate import eval_sampling
+from cohort.flags import SamplingFlags
 from cohort.rewards import RewardRunner
 from cohort.rewards.functions import parameters_of
 from cohort.rollout import RNGKey, Sampler, Sampling, Watch
@@ -40,7 +43,13 @@ POLL_SECONDS = 0.1
 NO_TOKEN = -1
 """What stands for a token of a completion whose token ids are unknown."""
 FINISHED = {"stop": FinishReason.EOS, "length": FinishReason.LENGTH}
-"""A stop string cannot be told from an end token."""
+"""OpenAI's "stop" is an end token or a stop string."""
+MATCHED = ("stop_reason", "matched_stop")
+"""Where vLLM and SGLang say which stop string they found."""
+LOADING = ("engine", "precision", "device", "cache_tokens", "trust_remote_code", "allow_pickled_weights", "prefix")
+"""Flags for models that are loaded here."""
+EXTRA = {"top_k", "min_p", "repetition_penalty", "min_tokens", "structured_outputs"}
+"""Fields that are not OpenAI's."""
 
 
 def byte_tokenizer() -> Any:
@@ -57,6 +66,35 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template)
 
 
+def check_request(request: SamplingFlags, settings: GRPOConfig, *, acts: bool) -> None:
+    """Refuse what would have no effect on a model behind an endpoint, or needs token ids.
+
+    Args:
+        request: the flags.
+        settings: the settings.
+        acts: there are tools or an environment.
+
+    Raises:
+        ConfigError: the request has such a flag or setting, or does not say how long completions are.
+    """
+    if acts:
+        raise ConfigError("--endpoint samples texts of one turn: leave out tools and environments")
+    if settings.eval.max_completion_length_eval is None:
+        raise ConfigError("--endpoint needs --max-tokens: nobody here knows the model's context")
+    loads = bool(getattr(request, "against", None))
+    flags = ("checkpoint",) if loads else ("checkpoint", *LOADING)
+    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(request, name, None)]
+    for name in () if loads else setting_names(getattr(request, "overrides", ())):
+        given += [f"--{name}"] * (name == "rollout.engine" or name.startswith(("model.", "vllm.")))
+    for name in ("chat_template", "max_prompt_length"):
+        given += [f"data.{name}"] * (getattr(settings.data, name) is not None)
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} would have no effect with --endpoint: the server loads the model, writes its prompts "
+            "and counts their tokens. Leave them out, or set them to none"
+        )
+
+
 def check_rewards(rewards: RewardRunner) -> None:
     """Refuse reward functions that read token ids. Raises ``ConfigError``."""
     for function in rewards.functions:
@@ -69,7 +107,7 @@ def check_rewards(rewards: RewardRunner) -> None:
 
 @dataclass
 class EndpointModel:
-    """What ``cohort eval`` asks of a model, for one behind an endpoint.
+    """What ``cohort eval`` and ``generate`` ask of a model, for one behind an endpoint.
 
     Args:
         url: of the API, as in "https://api.openai.com/v1".
@@ -85,9 +123,18 @@ class EndpointModel:
         key = os.environ.get("OPENAI_API_KEY", "")
         self.client = Client(self.url, setting="--endpoint", public=True, key=key)
 
-    def engine(self, settings: Any, longest: int) -> EndpointSampler:  # noqa: ARG002 - the server knows its context
-        """The sampler."""
-        return EndpointSampler(self.client, self.name, min(MOST, settings.rollout.max_batch_size))
+    def engine(self, settings: GRPOConfig, longest: int) -> EndpointSampler:  # noqa: ARG002 - the server knows its context
+        """The sampler, which says what servers may not do as the settings ask."""
+        fields, notes = fields_of(eval_sampling(settings)), []
+        if extra := sorted(EXTRA & fields.keys()):
+            notes.append(f"fields that are not OpenAI's, which some servers ignore: {', '.join(extra)}")
+        if "stop" in fields:
+            notes.append("texts lack the stop string that ended them, unless the server names it: vLLM and SGLang do")
+        return EndpointSampler(self.client, self.name, min(MOST, settings.rollout.max_batch_size), notes)
+
+    def sampler(self, engine: EndpointSampler) -> Sampler:
+        """The engine, which knows nothing of episodes."""
+        return engine
 
 
 class EndpointSampler(Sampler):
@@ -97,17 +144,19 @@ class EndpointSampler(Sampler):
         client: of the server.
         name: of the model.
         max_batch_size: requests under way at the same time.
+        notes: for people, below the line that describes the model.
 
     A request is sent again while the server is busy or fails; see ``ATTEMPTS``. ``generate`` raises ``ConfigError``
     when the server refuses a request, and ``EngineError`` when it keeps failing.
     """
 
-    def __init__(self, client: Client, name: str, max_batch_size: int) -> None:
-        self.client, self.name, self.max_batch_size = client, name, max_batch_size
+    def __init__(self, client: Client, name: str, max_batch_size: int, notes: Sequence[str] = ()) -> None:
+        self.client, self.name, self.max_batch_size, self.notes = client, name, max_batch_size, notes
 
     def describe_model(self) -> str:
-        """Model and server, in a line."""
-        return f"model: {self.name} at {self.client.url}, at most {self.max_batch_size} requests at a time"
+        """Model and server, and the notes, each in a line."""
+        line = f"model: {self.name} at {self.client.url}, at most {self.max_batch_size} requests at a time"
+        return "\n".join([line, *self.notes])
 
     def generate(
         self,
@@ -161,7 +210,7 @@ class EndpointSampler(Sampler):
                 break
             try:
                 answer = self.client.post(path, {"model": self.name, **body}, timeout=SECONDS)
-                return read_answer(self.client.url, path, answer)
+                return read_answer(self.client.url, path, answer, sampling.stop)
             except ServerError as error:
                 if not error.is_failure and error.status != BUSY:
                     raise ConfigError(f"{error}. The endpoint refuses what the settings ask for") from None
@@ -169,45 +218,55 @@ class EndpointSampler(Sampler):
         raise EngineError(f"{failure}, after {ATTEMPTS} attempts")
 
 
-def request_of(prompt: Prompt, sampling: Sampling, seed: int) -> tuple[str, dict[str, Any]]:
-    """The route and the body of a request for a completion of a prompt. What is off is not sent: not every server
-    knows fields beyond OpenAI's.
+def fields_of(sampling: Sampling) -> dict[str, Any]:
+    """The fields of a request that settings ask for. What is off is not sent: not every server knows fields beyond
+    OpenAI's.
 
-    Raises:
-        ConfigError: the row begins the answer, or has tools.
+    >>> fields_of(Sampling(16, temperature=0.7, top_k=5))
+    {'temperature': 0.7, 'max_tokens': 16, 'top_k': 5}
     """
-    if prompt.prefill or prompt.template_arguments.get("tools"):
-        raise ConfigError("an endpoint gets messages: rows whose answers are begun, or with tools, are not supported")
-    body: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "max_tokens": sampling.max_completion_length,
-        "seed": seed % 2**31,
-    }
-    others = {
+    others: dict[str, tuple[Any, Any]] = {
         "top_p": (sampling.top_p, 1.0),
         "top_k": (sampling.top_k, 0),
         "min_p": (sampling.min_p, 0.0),
         "repetition_penalty": (sampling.repetition_penalty, 1.0),
         "min_tokens": (sampling.min_completion_length, 0),
         "stop": (list(sampling.stop), []),
-        "regex": (sampling.regex, None),
     }
-    body |= {name: value for name, (value, off) in others.items() if value != off}
-    if sampling.stop:
-        body["include_stop_str_in_output"] = True
+    fields: dict[str, Any] = {"temperature": sampling.temperature, "max_tokens": sampling.max_completion_length}
+    fields |= {name: value for name, (value, off) in others.items() if value != off}
     if sampling.regex is not None:
-        body["structured_outputs"] = {"regex": body.pop("regex")}  # of vLLM; OpenAI has none
+        fields["structured_outputs"] = {"regex": sampling.regex}  # of vLLM; OpenAI has none
     if sampling.json_schema is not None:
         schema = {"name": "completion", "schema": json.loads(sampling.json_schema)}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def request_of(prompt: Prompt, sampling: Sampling, seed: int) -> tuple[str, dict[str, Any]]:
+    """The route and the body of a request for a completion of a prompt.
+
+    Raises:
+        ConfigError: the row begins the answer, or has tools.
+    """
+    if prompt.prefill or prompt.template_arguments.get("tools"):
+        raise ConfigError("an endpoint gets messages: rows whose answers are begun, or with tools, are not supported")
+    body = {**fields_of(sampling), "seed": seed % 2**31}
     if prompt.is_conversation:
         return "/chat/completions", {"messages": list(prompt.prompt), **body}
     return "/completions", {"prompt": prompt.prompt, **body}
 
 
-def read_answer(server: str, path: str, answer: Any) -> Completion:
+def read_answer(server: str, path: str, answer: Any, stop: Sequence[str] = ()) -> Completion:
     """The completion of an answer. One that ended for a reason that is neither "stop" nor "length", as by a filter of
     the server, is not scored.
+
+    Args:
+        server: its address, for errors.
+        path: the route, for errors.
+        answer: of the server.
+        stop: the stop strings. Texts come back without the one that ended them; it is put back if the server says
+            which it was.
 
     Raises:
         ServerError: the answer is malformed.
@@ -215,13 +274,14 @@ def read_answer(server: str, path: str, answer: Any) -> Completion:
     try:
         (choice,) = answer["choices"]
         text = choice["text"] if "text" in choice else choice["message"]["content"]
-        reason, count = choice["finish_reason"], int(answer["usage"]["completion_tokens"])
-        text = text or ""
-        if not isinstance(text, str):
-            raise TypeError("text")
+        reason, count = FINISHED.get(choice["finish_reason"], FinishReason.ERROR), answer["usage"]["completion_tokens"]
+        text, count = text or "", int(count)
+        if not isinstance(text, str) or count < 0:
+            raise ValueError("text and completion_tokens")
+        matched = next((choice[name] for name in MATCHED if choice.get(name) in stop), None)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ServerError(server, path, f"unexpected answer ({error!r}): {str(answer)[:200]}") from None
-    return _completion(text, count, FINISHED.get(reason, FinishReason.ERROR))
+    return _completion(text + matched, count, FinishReason.STOP) if matched else _completion(text, count, reason)
 
 
 def _completion(text: str, count: int, reason: FinishReason) -> Completion:
