@@ -48,6 +48,9 @@ class SamplingFlags:
     engine: Annotated[Literal["auto", "local", "vllm"] | None, ENGINE] = None
     """What samples: local, vllm (in this process; extra "vllm"), or auto, which is vllm on CUDA where it is installed.
     [default: auto for eval, local for generate]"""
+    endpoint: Annotated[str | None, ENGINE, Parameter(metavar="URL")] = None
+    """An OpenAI-compatible server that samples, as in https://api.openai.com/v1; MODEL is its model's name, and the
+    environment variable OPENAI_API_KEY its key."""
     precision: Annotated[Literal["auto", "float32", "bfloat16", "float64"] | None, ENGINE] = None
     """Compute precision. [default: auto]"""
     device: Annotated[str | None, ENGINE] = None
@@ -129,9 +132,6 @@ class EvalFlags(SamplingFlags):
     """A model to compare with, on the same prompts with the same random numbers."""
     config: Annotated[str | None, DATA, FILE] = None
     """A TOML file with the settings of a run."""
-    endpoint: Annotated[str | None, ENGINE, Parameter(metavar="URL")] = None
-    """An OpenAI-compatible server that samples, as in https://api.openai.com/v1; MODEL is its model's name, and the
-    environment variable OPENAI_API_KEY its key."""
     k: Annotated[Sequence[int] | None, METRICS, SEVERAL] = None
     """Report pass@k for each of these k. [default: 1]"""
     success: Annotated[str | None, DATA] = None

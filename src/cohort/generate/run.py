@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cohort.data import Row, unknown_tokens
 from cohort.errors import NonFiniteError
+from cohort.evaluation.endpoint import NO_TOKEN, EndpointModel, EndpointSampler, check_request
 from cohort.evaluation.evaluate import eval_sampling
 from cohort.evaluation.model import ChosenModel
 from cohort.generate.request import (
@@ -201,16 +202,18 @@ def _is_pipe(file: IO[str]) -> bool:
 
 
 def record(row: Row, index: int, sample: int, completion: Completion) -> dict[str, Any]:
-    """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns."""
+    """A completion as a line of the output: the columns of ``OUTPUT_COLUMNS``, then the row's other columns. Token ids
+    and log-probs that an endpoint does not return are null."""
     full_logps, episode = completion.full_logps, completion.episode
     token_ids = [token for segment in completion.segments for token in segment.token_ids.tolist()]
+    known = NO_TOKEN not in token_ids
     return {
         "prompt": row["prompt"],
         "prompt_index": index,
         "sample_index": sample,
         "text": completion.text,
-        "token_ids": token_ids,
-        "logps": _by_token(completion.sampler_logps, completion.segments),
+        "token_ids": token_ids if known else None,
+        "logps": _by_token(completion.sampler_logps, completion.segments) if known else None,
         **({} if full_logps is None else {"full_logps": _by_token(full_logps, completion.segments)}),
         **({} if episode is None else {"messages": episode.messages, "environment_reward": episode.reward}),
         "finish_reason": str(completion.finish_reason),
@@ -262,6 +265,7 @@ def write_stdout(text: str) -> None:
     out.flush()
 
 
+AnyEngine = LocalEngine | ServedEngine | EndpointSampler
 BATCHES_PER_CALL = 4
 """Full batches per call of the engine. A call begins with the longest prompts, so output in order may wait until its
 end; and at the end of a call the batch shrinks."""
@@ -295,17 +299,27 @@ class Job:
         sampling = eval_sampling(request.settings)
         self.acting = request.acting()
         self.rows = read_rows(request)
-        resolve_device(request.settings.model.device)
-        chosen = model_of(request.model, request.checkpoint)
-        self.model = ChosenModel.of(*chosen, request.settings.model, request.settings.data, self.acting)
-        self.tokenizer, config = self.model.tokenizer, self.model.config.get_text_config()
+        self.model = self._model()
+        self.tokenizer = self.model.tokenizer
         self.prompts = render(request, self.rows, self.tokenizer, self.acting)
-        sampling = with_prefix(request, sampling, self.tokenizer, config)
-        self.samplings = within_context(request, self.prompts, sampling, config)
+        self.samplings = [sampling] * len(self.prompts)
+        if isinstance(self.model, ChosenModel):
+            config = self.model.config.get_text_config()
+            sampling = with_prefix(request, sampling, self.tokenizer, config)
+            self.samplings = within_context(request, self.prompts, sampling, config)
         self.total = len(self.prompts) * request.count
         """Number of completions."""
         self.streams = request.output is None and self.total == 1 and self.acting is None
         """Whether the text is printed token by token: a single completion that is not written to a file."""
+
+    def _model(self) -> ChosenModel | EndpointModel:
+        request = self.request
+        if request.endpoint:
+            check_request(request, request.settings, acts=self.acting is not None)
+            return EndpointModel(request.endpoint, request.model)
+        resolve_device(request.settings.model.device)
+        chosen = model_of(request.model, request.checkpoint)
+        return ChosenModel.of(*chosen, request.settings.model, request.settings.data, self.acting)
 
     def run(self) -> int:
         """Load the model, sample and show; return the exit code.
@@ -315,7 +329,11 @@ class Job:
             NonFiniteError: some completions could not be sampled.
         """
         if getattr(self.tokenizer, "chat_template", None) and not all(one.is_conversation for one in self.prompts):
-            self._log("hint: the model has a chat template; --chat applies it to plain prompts")
+            self._log(
+                "hint: --chat sends plain prompts as messages"
+                if self.request.endpoint
+                else "hint: the model has a chat template; --chat applies it to plain prompts"
+            )
         if unknown := unknown_tokens(self.prompts, self.tokenizer):
             tokens = sum(len(one.token_ids) for one in self.prompts)
             self._log(
@@ -328,7 +346,8 @@ class Job:
         )
         engine = self.model.engine(self.request.settings, longest)
         if self.request.run:
-            self._log(f"{self.model.note or self.model.path}, with the settings of the run {self.request.run}")
+            name = self.model.name if isinstance(self.model, EndpointModel) else self.model.note or self.model.path
+            self._log(f"{name}, with the settings of the run {self.request.run}")
         if note := note_on_template(self.request):
             self._log(note)
         self._log(self.describe(engine))
@@ -348,16 +367,17 @@ class Job:
         if results.reasons[FinishReason.CANCELLED]:
             self._log("interrupted: unfinished completions have the finish reason 'cancelled'")
             return 130
+        cause = "model's logits are NaN or infinite, or no token is allowed"
+        if self.request.endpoint:
+            cause = "server cut them, as by a filter"
         if failed := results.reasons[FinishReason.ERROR]:
             raise NonFiniteError(
                 f"{failed} of {self.total} completions could not be sampled to their end (finish reason 'error'): the "
-                "model's logits are NaN or infinite, or no token is allowed"
+                f"{cause}"
             )
         return 0
 
-    def _sample(
-        self, engine: LocalEngine | ServedEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]
-    ) -> None:
+    def _sample(self, engine: AnyEngine, results: InOrder, meter: Meter, interrupted: Callable[[], bool]) -> None:
         count, key = self.request.count, RNGKey(self.request.settings.run.seed, 0, Purpose.EVAL)
         stream = TextStream(self.tokenizer) if self.streams else None
         if stream and self.request.prefix:  # its tokens are not drawn, so on_token is not called for them
@@ -374,7 +394,7 @@ class Job:
             meter.count()
             results.add(first + index, sample, completion)
 
-        sampler = self.model.sampler(engine)
+        sampler = self.model.sampler(engine)  # type: ignore[arg-type]
         size = max(1, BATCHES_PER_CALL * self.request.settings.rollout.max_batch_size // count)
         for first in range(0, len(self.prompts), size):
             prompts, samplings = self.prompts[first : first + size], self.samplings[first : first + size]
@@ -403,7 +423,7 @@ class Job:
                 file.write(as_json(line, ensure_ascii=False, default=str))
                 file.flush()
 
-    def describe(self, engine: LocalEngine | ServedEngine) -> str:
+    def describe(self, engine: AnyEngine) -> str:
         """The model, every setting that sampling depends on, and the end tokens."""
         shortest = min(self.samplings, key=lambda sampling: sampling.max_completion_length)
         longest = max(sampling.max_completion_length for sampling in self.samplings)
@@ -413,8 +433,10 @@ class Job:
         if shortest.forced_ids:
             parts.append(f"prefix {self.request.prefix!r} ({len(shortest.forced_ids)} tokens)")
         parts.append(f"seed {self.request.settings.run.seed}")
-        ends = describe_end_tokens(engine.tokenizer, engine.end_token_ids)
-        return "\n".join([engine.describe_model(), f"sampling: {', '.join(parts)}", ends])
+        lines = [engine.describe_model(), f"sampling: {', '.join(parts)}"]
+        if not isinstance(engine, EndpointSampler):
+            lines.append(describe_end_tokens(engine.tokenizer, engine.end_token_ids))
+        return "\n".join(lines)
 
     def _log(self, text: str) -> None:
         if not self.request.quiet:
