@@ -234,6 +234,7 @@ def test_cancelling_ends_what_is_under_way(api):
 def test_what_ends_sampling_ends_it_at_once(api, monkeypatch, status, by):
     """A request that was cut off is not sent again, and none waits for its next attempt."""
     monkeypatch.setattr(endpoint, "WAIT_SECONDS", 20.0)
+    monkeypatch.setattr(endpoint, "ATTEMPTS", 2)
     hold = threading.Event()
 
     def answer(number, path, body):
