@@ -28,9 +28,9 @@ from cohort.config import GRPOConfig
 from cohort.errors import CallbackError, ConfigError, Stopped, did_you_mean
 from cohort.evaluation import Evaluation
 from cohort.parallel import on_main
+from cohort.policy.device import preserved
 from cohort.report.diagnosis import Diagnosis, Finding
 from cohort.rewards.runner import Scores
-from cohort.runs.checkpoints import preserved
 from cohort.runs.reader import Run
 from cohort.state import kept
 from cohort.train.layout import Rollout

@@ -1,4 +1,4 @@
-"""The kind of device that code is chosen for, and what devices do: keep memory, round differently.
+"""The kind of device that code is chosen for, and what devices keep: memory, the state of random generators.
 
 Every choice between code for CUDA and code for other devices asks ``kind_of``, so that tests run CUDA's choices on
 tensors of a CPU.
@@ -10,12 +10,15 @@ import ctypes
 import gc
 import os
 import platform
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from torch import Tensor
 
 _FORCED: list[str] = []
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -80,3 +83,31 @@ def forced_kind(kind: str) -> Iterator[None]:
         yield
     finally:
         _FORCED.pop()
+
+
+# ----------------------------------------
+# The state of the global random generators. Cohort's own draws depend on none of these (see ``RNGKey``); functions of
+# users and dropout do, and libraries seed them.
+
+
+Generators: TypeAlias = tuple[Any, Any, Tensor, list[Tensor]]
+"""The states of Python's, NumPy's, torch's and CUDA's generators, as these give them."""
+
+
+def generators() -> Generators:
+    """The present states of the generators; CUDA's where it is used."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the state of all generators after the block."""
+    python, of_numpy, of_torch, cuda = generators()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        torch.cuda.set_rng_state_all(cuda)  # of none, if CUDA is not used

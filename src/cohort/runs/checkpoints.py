@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, has_adapters
+from cohort.policy.device import Generators, generators, preserved
 from cohort.rollout.backend import free_bytes
 from cohort.runs.durable import check_whole, replaced, sync_path
 from cohort.runs.models import (
@@ -42,19 +43,7 @@ from cohort.runs.models import (
 from cohort.runs.reading import damage_named, read_object
 
 # ----------------------------------------
-# The state of the global random generators, which reward functions, environments and dropout may use.
-#
-# Cohort's own draws are functions of keys (see ``RNGKey``) and depend on none of these.
-
-
-Generators: TypeAlias = tuple[Any, Any, Tensor, list[Tensor]]
-"""The states of Python's, NumPy's, torch's and CUDA's generators, as these give them."""
-
-
-def generators() -> Generators:
-    """The present states of the generators; CUDA's where it is used."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+# The state of the global random generators, as checkpoints hold it.
 
 
 def random_state(of: Generators | None = None) -> dict[str, Any]:
@@ -95,19 +84,6 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-
-
-@contextmanager
-def preserved() -> Iterator[None]:
-    """Restore the state of all generators after the block."""
-    python, of_numpy, of_torch, cuda = generators()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
-        torch.cuda.set_rng_state_all(cuda)  # of none, if CUDA is not used
 
 
 @contextmanager

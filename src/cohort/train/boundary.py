@@ -19,9 +19,10 @@ import torch
 from cohort.config import GRPOConfig, Schedule
 from cohort.errors import ConfigError, RunFolderError, Stopped
 from cohort.parallel import on_main, together
+from cohort.policy.device import Generators, generators
 from cohort.runs.changes import UNSTEADY, Change, fact_changes, refuse, take_threads
 from cohort.runs.changes import describe as describe_changes
-from cohort.runs.checkpoints import Generators, SavedState, generators, load_checkpoint, random_state, saved_identity
+from cohort.runs.checkpoints import SavedState, load_checkpoint, random_state, saved_identity
 from cohort.runs.folder import RunFolder
 from cohort.runs.journal import EXACT
 from cohort.runs.reading import damage_named

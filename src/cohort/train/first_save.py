@@ -15,9 +15,9 @@ from cohort.errors import ModelError
 from cohort.parallel.full import released
 from cohort.policy import Policy, Precision, has_adapters, load_model
 from cohort.policy.choose import MAX_GAP, own_logits, relative_gaps, token_source
+from cohort.policy.device import preserved
 from cohort.policy.narrow import changed_call
 from cohort.rollout.backend import free_bytes
-from cohort.runs.checkpoints import preserved
 
 log = logging.getLogger("cohort.train")
 TOKENS = 8

@@ -24,11 +24,12 @@ from cohort.data import DataCursor
 from cohort.errors import ConfigError, RunFolderError
 from cohort.objective import Objective
 from cohort.parallel import World, on_main, together
+from cohort.policy.device import Generators, generators
 from cohort.presets.parts import DynamicSampling
 from cohort.rewards import TrainerState
 from cohort.rewards.runner import Scoring
 from cohort.rollout import DividedSampler, RNGKey, Watch
-from cohort.runs.checkpoints import Generators, generators, random_state, set_random_state
+from cohort.runs.checkpoints import random_state, set_random_state
 from cohort.runs.folder import RunFolder
 from cohort.runs.journal import EXACT, StoredRollout
 from cohort.train.context import PhaseClock

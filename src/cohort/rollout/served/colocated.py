@@ -11,13 +11,11 @@ requests that are new before each step, so all step through the same ones.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +28,7 @@ from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World
 from cohort.policy import Policy, named_weights
-from cohort.policy.device import release_memory
+from cohort.policy.device import preserved, release_memory
 from cohort.rollout.backend import free_bytes
 from cohort.rollout.served.adapters import Adapter
 from cohort.rollout.served.protocol import Description, Draw, Drawn, Outcome, RawTurn, Turns, checked
@@ -342,7 +340,7 @@ class Colocated(Turns):
             gib = max(1, min(CPU_GIB, (free_bytes(self.policy.device) or 0) // 2**32))
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(gib))
         try:
-            with unchanged_generators():
+            with preserved():  # vLLM seeds the generators
                 from vllm import LLM
 
                 self._llm = LLM(**self._arguments())
@@ -439,16 +437,3 @@ def pack_tied_head(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
-
-
-@contextmanager
-def unchanged_generators() -> Iterator[None]:
-    """Give the global random generators of Python, numpy and torch their states back, which vLLM seeds."""
-    states = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
