@@ -351,8 +351,11 @@ def named_weights(policy: Policy, *, base: bool = False) -> Iterator[tuple[str, 
     elif has_adapters(model):
         model = merged(model)
     # Not state_dict(), before which FSDP2 divides the weights again.
-    own = {name: one for name, one in model.named_parameters() if not (base and ".lora_" in name)}
-    state = {name.replace(".base_layer.", "."): dequantized(parameter).detach() for name, parameter in own.items()}
+    state = {
+        name.replace(".base_layer.", "."): dequantized(parameter).detach()
+        for name, parameter in model.named_parameters()
+        if not (base and ".lora_" in name)
+    }
     for prefix, module in model.named_modules():
         saved = module._buffers.keys() - module._non_persistent_buffers_set
         state |= {f"{prefix}.{name}".lstrip("."): module.get_buffer(name) for name in saved}

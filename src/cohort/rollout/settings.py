@@ -106,6 +106,12 @@ class Sampling:
         return self.truncates or self.repetition_penalty != 1
 
     @property
+    def selects(self) -> bool:
+        """Whether top-k, top-p, min-p or a grammar can leave tokens out of a draw that is not greedy."""
+        limits = (self.top_k > 0, self.top_p < 1, self.min_p > 0)
+        return self.temperature > 0 and (any(limits) or self.constrained)
+
+    @property
     def truncates(self) -> bool:
         """Whether a draw can exclude tokens."""
         limits = (self.top_k > 0, self.top_p < 1, self.min_p > 0, self.min_completion_length > 0)

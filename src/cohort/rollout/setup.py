@@ -135,6 +135,7 @@ class EngineSetup:
         self._servers: list[Any] = servers_of(config.server) if self.kind == "server" else []
         self._found: dict[Any, Description] = {}
         self._sender: Sender | None = None
+        self._on_gpu = self.kind == "vllm" and resolve_device(config.model.device).type == "cuda"
         self._context = 0
 
     @property
@@ -142,8 +143,7 @@ class EngineSetup:
         """Whether the engine frees memory during updates."""
         if self.kind == "server":
             return bool(self.config.rollout.sleep)
-        on_gpu = resolve_device(self.config.model.device).type == "cuda"
-        return self.kind == "vllm" and on_gpu and self.config.rollout.sleep is not False and not self.config.rollout.lag
+        return self._on_gpu and self.config.rollout.sleep is not False and not self.config.rollout.lag
 
     def connect(
         self,
@@ -162,25 +162,8 @@ class EngineSetup:
             ConfigError, EngineError: see ``check_servers``.
         """
         config = self.config
-        most = context_length(model_config) or ROOM
-        given = config.vllm.max_model_len
-        self._context = given or max(longest, min(ROOM, most))
-        if self.kind == "vllm" and self._context < longest:
-            raise ConfigError(
-                f"vllm.max_model_len is {given}, and the longest prompt with its completion has {longest} tokens: "
-                "raise it, or leave it unset"
-            )
         if self.kind == "vllm":
-            vocab_size = model_config.vocab_size
-            on_gpu = resolve_device(config.model.device).type == "cuda"
-            found = Description("", masks=on_gpu, candidates=-1, context=longest)
-            how = "on a GPU it does, and rollout.engine 'local' always does"
-            check_support(self._sampling, vocab_size, found, NAME, how)
-            if self._routes and not on_gpu:
-                raise ConfigError(
-                    "rollout.replay_routing needs the experts of each token, which vLLM returns on a GPU only: set it "
-                    "to false"
-                )
+            self._check_colocated(model_config, longest)
         if self.kind != "server":
             return
         self._found = check_servers(self._servers, config, model_config.vocab_size, longest, announce)
@@ -188,6 +171,24 @@ class EngineSetup:
         self._sender = sender_of(config.server, resolve_device(config.model.device), sends=self.world.is_main)
         for server, found in self._found.items():
             self._sender.check(server, found)
+
+    def _check_colocated(self, model_config: Any, longest: int) -> None:
+        """Decide for how many tokens vLLM in this process makes room, and check that it can do what is asked."""
+        given, most = self.config.vllm.max_model_len, context_length(model_config) or ROOM
+        self._context = given or max(longest, min(ROOM, most))
+        if self._context < longest:
+            raise ConfigError(
+                f"vllm.max_model_len is {given}, and the longest prompt with its completion has {longest} tokens: "
+                "raise it, or leave it unset"
+            )
+        found = Description("", masks=self._on_gpu, candidates=-1)
+        how = "on a GPU it does, and rollout.engine 'local' always does"
+        check_support(self._sampling, model_config.vocab_size, found, NAME, how)
+        if self._routes and not self._on_gpu:
+            raise ConfigError(
+                "rollout.replay_routing needs the experts of each token, which vLLM returns on a GPU only: set it to "
+                "false"
+            )
 
     def engine(self, policy: Policy, tokenizer: Any) -> LocalEngine | ServedEngine:
         """The engine, after ``connect``."""

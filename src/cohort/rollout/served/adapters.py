@@ -5,15 +5,13 @@ No merged copy of the weights is made, and weights that are quantized can be sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
 
-from cohort.policy import Policy, adapter_weights, has_adapters, named_weights, trained_adapter
+from cohort.policy import adapter_weights, has_adapters, trained_adapter
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The highest ranks for which vLLM reserves memory."""
@@ -44,11 +42,6 @@ class Adapter:
     def reserved(self) -> int:
         """The lowest of ``RANKS`` that holds it."""
         return next(rank for rank in RANKS if rank >= self.rank)
-
-    @staticmethod
-    def base_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-        """The weights without the adapter, as ``named_weights`` names them."""
-        return named_weights(policy, base=True)
 
     def save(self, folder: Path) -> None:
         """Write the adapter to a folder, as peft does."""

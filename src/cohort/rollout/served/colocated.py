@@ -27,7 +27,7 @@ import torch
 from cohort.config import VLLMConfig
 from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World
-from cohort.policy import Policy, named_weights
+from cohort.policy import Policy, has_adapters, named_weights
 from cohort.policy.device import preserved, release_memory
 from cohort.rollout.backend import free_bytes
 from cohort.rollout.served.adapters import Adapter
@@ -264,7 +264,7 @@ class Colocated(Turns):
             self._reload(named_weights(self.policy))
         else:
             if first:
-                self._reload(self.adapter.base_weights(self.policy))
+                self._reload(named_weights(self.policy, base=True))
             self._adapt(self.adapter, version)
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
@@ -357,7 +357,7 @@ class Colocated(Turns):
         settings, model = self.settings, self._model()
         arguments: dict[str, Any] = {
             "model": model,
-            "tokenizer": str(self._folder / "model"),
+            "tokenizer": model,
             "skip_tokenizer_init": self.tokenizer is None,
             "load_format": "dummy",
             "dtype": self.found.dtype,
@@ -384,7 +384,7 @@ class Colocated(Turns):
         return arguments | settings.arguments
 
     def _memory_share(self) -> float:
-        """VLLM's part of the device's memory."""
+        """The part of the device's memory that vLLM gets."""
         if self.settings.gpu_memory_utilization is not None:
             return self.settings.gpu_memory_utilization
         free, total = torch.cuda.mem_get_info(self.policy.device)
@@ -393,7 +393,7 @@ class Colocated(Turns):
     def _model(self) -> str:
         """The folder of the model's config and tokenizer. No weights are read from it."""
         model: Any = self.policy.model
-        base = model.get_base_model() if self.adapter is not None or hasattr(model, "peft_config") else model
+        base = model.get_base_model() if has_adapters(model) else model
         folder = self._folder / "model"
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)

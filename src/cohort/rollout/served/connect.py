@@ -64,13 +64,14 @@ def check_servers(
         EngineError: a server does not answer.
         ConfigError: a server lacks what the settings need, is too old, or serves another model.
     """
-    found = _wait(servers, config.server.startup_timeout, announce)
-    for server, one in found.items():
-        try:
+    command = servers[0].command()
+    try:
+        found = _wait(servers, config.server.startup_timeout, announce)
+        for server, one in found.items():
             server.check(vocab_size)
-        except ServerError as error:
-            raise EngineError(f"{error}. A server is expected that was started with: {server.command()}") from None
-        check_description(server, one, config, vocab_size, longest)
+            check_description(server, one, config, vocab_size, longest)
+    except ServerError as error:
+        raise EngineError(f"{error}. A server is expected that was started with: {command}") from None
     return found
 
 
@@ -84,9 +85,7 @@ def _wait(
                 found[server] = server.describe()
             except ServerError as error:
                 if error.status is not None:
-                    raise EngineError(
-                        f"{error}. A server is expected that was started with: {server.command()}"
-                    ) from None
+                    raise
                 if time.monotonic() >= deadline:
                     raise EngineError(
                         f"no server at {server.url} within {seconds:g} s ({error.reason}): correct server.url, raise "

@@ -9,8 +9,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Condition
 
@@ -20,7 +21,7 @@ from cohort.policy import Policy, named_weights
 from cohort.policy.device import release_memory
 from cohort.rollout.served.adapters import Adapter
 from cohort.rollout.served.protocol import Draw, Drawn, Outcome, Server, ServerError, Turns, WrongWeightsError
-from cohort.rollout.served.weights import Sender
+from cohort.rollout.served.weights import FolderSender, Sender
 
 log = logging.getLogger("cohort.rollout")
 BACKOFF_SECONDS = 0.25
@@ -224,9 +225,8 @@ class Servers(Turns):
         self.fleet = Fleet(servers, max_in_flight=max_batch_size)
         self.request_timeout = request_timeout
         self.world = world or World()
-        adapter = Adapter.of(policy.model) if sender.adapters else None
+        adapter = Adapter.of(policy.model) if isinstance(sender, FolderSender) else None
         self.adapter = adapter if adapter is not None and adapter.rank <= max_lora_rank else None
-        self._adapter_folder = ExitStack()
         self._run = secrets.token_hex(4)  # so that another run's weights are never taken for this run's
         self._outcomes: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
         self._epoch = 0  # answers to requests of earlier epochs are dropped
@@ -325,48 +325,42 @@ class Servers(Turns):
             release_memory()  # what this process's allocator keeps, a server that wakes could not map
             loaded = self._send(outdated, label)
             measured["seconds/weights"] = time.perf_counter() - start
-            probe, probed = self.probe, list[Mapping[str, float]]()
-            for server in loaded if probe else ():
-                assert probe is not None
-                with self._timed("score"):
-                    self._succeeds(server, lambda one: probed.append(probe(one)))
-            for name, value in (item for found in probed for item in found.items()):
-                measured[name] = max(value, measured.get(name, value))
+            for server in loaded if self.probe else ():
+                self._succeeds(server, partial(self._compare, measured))
         if not fleet.live:
             raise fleet.failure("no server has taken the weights:")
         return label, fleet.left_out, measured
 
+    def _compare(self, measured: dict[str, float], server: Server) -> None:
+        """Probe a server; of each number, the largest of all servers is kept."""
+        assert self.probe is not None
+        with self._timed("score"):
+            found = self.probe(server)
+        for name, value in found.items():
+            measured[name] = max(value, measured.get(name, value))
+
     def _send(self, servers: Sequence[Server], label: str) -> list[Server]:
         """Send the weights to servers; returns those that took them."""
-        fleet, adapter = self.fleet, self.adapter
-
-        def kept(wanted: Sequence[Server], failed: Mapping[Server, EngineError]) -> list[Server]:
-            for server, error in failed.items():
-                fleet.fail(server, str(error), outdated=True)
-            return [server for server in wanted if server not in failed]
-
-        if adapter is None:
-            loaded = kept(servers, self.sender.send(servers, named_weights(self.policy), label))
+        if self.adapter is None:
+            failed = self.sender.send(servers, named_weights(self.policy), label)
         else:
+            assert isinstance(self.sender, FolderSender)
             bare = [server for server in servers if not self._has_base(server)]
-            failed = self.sender.send(bare, adapter.base_weights(self.policy), label) if bare else {}
-            kept(bare, failed)
-            loaded = [server for server in servers if server not in failed]
-            with ExitStack() as stack:
-                folder = stack.enter_context(self.sender.folder())
-                adapter.save(folder)
-                loaded = kept(loaded, self.sender.send(loaded, (), label, str(folder))) if loaded else []
-                self._adapter_folder.close()
-                self._adapter_folder = stack.pop_all()  # until the next one is there: a server may read it again
+            failed = dict(self.sender.send(bare, named_weights(self.policy, base=True), label) if bare else {})
+            if based := [server for server in servers if server not in failed]:
+                failed |= self.sender.send_adapter(based, self.adapter, label)
+        for server, error in failed.items():
+            self.fleet.fail(server, str(error), outdated=True)
+        loaded = [server for server in servers if server not in failed]
         for server in loaded:
-            fleet.take_in(server)
+            self.fleet.take_in(server)
         return loaded
 
     def _has_base(self, server: Server) -> bool:
         """Whether a server has weights of this run, and so the base. One that was started again, or has slept, has
         not."""
         try:
-            return server.describe().weights.startswith(f"{self._run}-") and not getattr(server, "asleep", False)
+            return server.describe().weights.startswith(f"{self._run}-") and not server.asleep
         except EngineError:
             return False
 
@@ -389,7 +383,6 @@ class Servers(Turns):
     def close(self) -> None:
         """See ``Turns``."""
         self._workers.shutdown(wait=False, cancel_futures=True)
-        self._adapter_folder.close()
         self.sender.close()
 
     def metrics(self) -> dict[str, float]:

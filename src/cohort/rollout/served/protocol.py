@@ -1,7 +1,7 @@
 """What the engine asks of a server that samples, whichever it is: one turn in, its tokens and their log-probs out.
 
-vLLM and SGLang speak them over HTTP (``vllm``, ``sglang``); what vLLM draws in the
-trainer's own process (``colocated``) is checked by the same rules. Imports neither vLLM nor torch.
+Servers are asked over HTTP (``vllm``, ``sglang``). What vLLM draws in the trainer's own process (``colocated``) is
+checked by the same rules. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -73,9 +73,6 @@ class Description:
     """Processes that hold weights."""
     context: int = 0
     """Maximum number of tokens of prompt and completion together."""
-    vocab_size: int = 0
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes in the model's config: ``hidden_size``, ``num_hidden_layers``, ..."""
     quantization: str | None = None
     masks: bool = False
     """It returns the tokens that each draw could have given."""
@@ -103,8 +100,8 @@ class Draw:
     min_tokens: int
     end_token_ids: tuple[int, ...]
     vocab_size: int
-    routes_from: int | None = None
-    """Index of the first token whose experts are wanted; None: of none."""
+    routes: bool = False
+    """Whether the experts of each token have to come back."""
 
     @classmethod
     def of(
@@ -121,20 +118,8 @@ class Draw:
             min(room, max(0, sampling.min_completion_length - drawn)),
             end_token_ids,
             vocab_size,
-            0 if routes else None,
+            routes,
         )
-
-    @property
-    def selects(self) -> bool:
-        """Whether top-k, top-p, min-p or a grammar leaves tokens out. Greedy draws select, too, but are known."""
-        sampling = self.sampling
-        truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.constrained
-        return truncates and sampling.temperature > 0
-
-    @property
-    def wants_support(self) -> bool:
-        """Whether the tokens that each draw could have given have to come back."""
-        return self.selects and self.sampling.record_support
 
 
 def check_temperature(value: float, name: str) -> None:
@@ -143,6 +128,20 @@ def check_temperature(value: float, name: str) -> None:
         raise ConfigError(f"{name} is {value:g}: vLLM would raise it to {LOWEST_TEMPERATURE}; set that or more")
     if value > HIGHEST_TEMPERATURE:
         raise ConfigError(f"{name} is {value:g}: vLLM refuses more than {HIGHEST_TEMPERATURE:g}; set that or less")
+
+
+def check_vocabulary(server: str, found: int, vocab_size: int) -> None:
+    """Refuse a server whose model has another number of tokens than the policy. Raises ``ConfigError``."""
+    if found != vocab_size:
+        raise ConfigError(
+            f"{server} serves a model with {found} tokens, and the policy has {vocab_size}: start it with the policy's "
+            "model"
+        )
+
+
+def wants_support(sampling: Sampling) -> bool:
+    """Whether the tokens that each draw could have given have to come back. Those of greedy draws are known."""
+    return sampling.selects and sampling.record_support
 
 
 def candidates_of(sampling: Sampling, vocab_size: int) -> int | None:
@@ -165,7 +164,7 @@ def check_support(sampling: Sampling, vocab_size: int, found: Description, name:
     Raises:
         ConfigError: it cannot.
     """
-    if not Draw((), sampling, 0, 1, 0, (), vocab_size).wants_support or found.masks:
+    if not wants_support(sampling) or found.masks:
         return
     needed = candidates_of(sampling, vocab_size)
     if needed is None:
@@ -257,7 +256,7 @@ def checked(draw: Draw, raw: RawTurn, version: str, server: str, path: str = "")
         check(tokens[-1] in draw.end_token_ids, f"stopped after token {tokens[-1]}, which is no end token")
     supports = _supports(draw, tokens, raw, check)
     routes = raw.routes
-    if draw.routes_from is not None:
+    if draw.routes:
         read = len(draw.token_ids) + len(raw.token_ids) - 1
         check(routes is not None, "the experts of its tokens did not come back")
         assert routes is not None
@@ -274,7 +273,7 @@ def _supports(draw: Draw, tokens: Sequence[int], raw: RawTurn, check: Callable[[
     if sampling.temperature == 0:
         return [(np.array([token], np.int32), False) for token in tokens]
     ends = np.array(sorted(draw.end_token_ids), np.int32)
-    if not draw.selects:  # the minimum length alone
+    if not sampling.selects:  # the minimum length alone
         return [(ends if n < draw.min_tokens else ends[:0], True) for n in range(len(tokens))]
     masks = raw.masks
     if masks is None:
@@ -322,6 +321,8 @@ class Server(Protocol):
     url: str
     adapter: str = ""
     """The adapter that it samples with; empty: none. ``load`` sets it on the rank that sends the weights."""
+    asleep: bool = False
+    """Whether ``sleep`` has freed its memory, and ``load`` has to wake it."""
     options: Mapping[str, str] = MappingProxyType(
         {
             "context": "--max-model-len",

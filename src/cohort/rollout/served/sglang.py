@@ -22,7 +22,17 @@ from typing import Any
 
 from cohort.errors import ConfigError
 from cohort.rollout.served.http import Client
-from cohort.rollout.served.protocol import Description, Draw, Drawn, RawTurn, Server, ServerError, Update, checked
+from cohort.rollout.served.protocol import (
+    Description,
+    Draw,
+    Drawn,
+    RawTurn,
+    Server,
+    ServerError,
+    Update,
+    check_vocabulary,
+    checked,
+)
 from cohort.rollout.settings import Sampling
 
 GENERATE = "/generate"
@@ -48,7 +58,7 @@ def sampling_parameters(draw: Draw) -> dict[str, Any]:
     parameters: dict[str, Any] = {
         "sampling_seed": draw.seed,
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k or (draw.vocab_size if draw.selects else -1),
+        "top_k": sampling.top_k or (draw.vocab_size if sampling.selects else -1),
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
@@ -147,11 +157,7 @@ class SGLangServer(Client, Server):
         last = re.search(r"keys in \[0, (\d+)\]", answer)
         if last is None:
             raise ServerError(self.url, GENERATE, f"cannot tell how many tokens the model has: {answer}")
-        if (found := int(last[1]) + 1) != vocab_size:
-            raise ConfigError(
-                f"{self.url} serves a model with {found} tokens, and the policy has {vocab_size}: start it with the "
-                "policy's model"
-            )
+        check_vocabulary(self.url, int(last[1]) + 1, vocab_size)
 
     def refusal(self, sampling: Sampling, vocab_size: int) -> str:
         """See ``Server``."""
@@ -160,7 +166,7 @@ class SGLangServer(Client, Server):
         if sampling.stop and sampling.min_completion_length:
             return "SGLang ends a completion at a stop string before rollout.min_completion_length; use vLLM"
         wanted = sampling.top_k or vocab_size
-        if Draw((), sampling, 0, 1, 0, (), vocab_size).selects and wanted > self.most:
+        if sampling.selects and wanted > self.most:
             return (
                 f"it returns at most {self.most} tokens that a draw could have given, and {wanted} are needed: start "
                 f"it with --sampling-mask-max-tokens {wanted}, or set rollout.top_k, such as 50"
@@ -172,12 +178,12 @@ class SGLangServer(Client, Server):
         if refusal := self.refusal(draw.sampling, draw.vocab_size):
             raise ServerError(self.url, GENERATE, refusal, 400)
         body = {"input_ids": draw.token_ids, "sampling_params": sampling_parameters(draw), "return_logprob": True}
-        answer = self.post(GENERATE, body | {"return_sampling_mask": draw.selects}, timeout=timeout)
+        answer = self.post(GENERATE, body | {"return_sampling_mask": draw.sampling.selects}, timeout=timeout)
         try:
             told = answer["meta_info"]
             pairs, finish = told["output_token_logprobs"], told["finish_reason"]
-            masks = told["output_token_sampling_mask"] if draw.selects else None
-            logps = told["output_token_sampling_logprobs"] if draw.selects else [one[0] for one in pairs]
+            masks = told["output_token_sampling_mask"] if draw.sampling.selects else None
+            logps = told["output_token_sampling_logprobs"] if draw.sampling.selects else [one[0] for one in pairs]
             if len(logps) != len(pairs):
                 raise ValueError(f"{len(logps)} log-probs of {len(pairs)} tokens")
             raw = RawTurn(

@@ -28,7 +28,9 @@ from cohort.rollout.served.protocol import (
     ServerError,
     Update,
     candidates_of,
+    check_vocabulary,
     checked,
+    wants_support,
 )
 
 GENERATE = "/inference/v1/generate"
@@ -50,7 +52,7 @@ CONTINUATION = {"temperature": 1.0, "seed": 0, "ignore_eos": True, "detokenize":
 
 
 def sampling_parameters(draw: Draw, *, masks: bool) -> dict[str, Any]:
-    """VLLM's ``SamplingParams`` of a turn.
+    """The ``SamplingParams`` of a turn.
 
     The end tokens are sent as stop tokens, and those of the server's own model are ignored: what ends a turn does not
     depend on the files that the server was started with. No default of the server applies to what is sent here.
@@ -78,22 +80,22 @@ def sampling_parameters(draw: Draw, *, masks: bool) -> dict[str, Any]:
     if masks:
         greedy = {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
         parameters |= greedy if sampling.temperature == 0 else {"top_k": sampling.top_k or draw.vocab_size}
-    elif draw.wants_support:
+    elif wants_support(sampling):
         parameters["logprobs"] = candidates_of(sampling, draw.vocab_size)
     if sampling.stop:
         parameters |= {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
     if sampling.constrained:
         form = {"regex": sampling.regex} if sampling.regex is not None else {"json": sampling.json_schema}
         parameters["structured_outputs"] = form
-    if draw.routes_from is not None:
-        parameters["routed_experts_prompt_start"] = draw.routes_from
+    if draw.routes:
+        parameters["routed_experts_prompt_start"] = 0
     return parameters
 
 
 class VLLMServer(Client, Server):
     """A vLLM server."""
 
-    masks = has_plugin = asleep = False
+    masks = has_plugin = False
     any_token = -1
     """The ``top_k`` of a draw from all tokens."""
 
@@ -172,11 +174,7 @@ class VLLMServer(Client, Server):
         size = re.search(r"[Vv]ocabulary size: (\d+)", answer)
         if size is None:
             raise ServerError(self.url, GENERATE, f"cannot tell how many tokens the model has: {answer}")
-        if int(size[1]) != vocab_size:
-            raise ConfigError(
-                f"{self.url} serves a model with {size[1]} tokens, and the policy has {vocab_size}: start it with the "
-                "policy's model"
-            )
+        check_vocabulary(self.url, int(size[1]), vocab_size)
 
     def _check_logps(self, vocab_size: int) -> None:
         """Draw one token from the likeliest one: its log-prob is 0 under the distribution that it was drawn from.

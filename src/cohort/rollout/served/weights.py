@@ -26,6 +26,7 @@ from torch import Tensor, distributed
 
 from cohort.config import ServerConfig
 from cohort.errors import ConfigError, EngineError
+from cohort.rollout.served.adapters import Adapter
 from cohort.rollout.served.http import Client
 from cohort.rollout.served.protocol import Description, Server, ServerError, Update
 
@@ -40,22 +41,16 @@ Failures = dict[Server, EngineError]
 class Sender(Protocol):
     """Moves the trainer's weights to servers."""
 
-    adapters: bool = False
-    """Whether it sends adapters alone."""
-
     def check(self, server: Server, found: Description) -> None:
         """Check that a server has what the way needs. Raises ``ConfigError``: it lacks it; says how to start it."""
 
-    def send(
-        self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str, adapter: str = ""
-    ) -> Failures:
+    def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:
         """Load weights into servers.
 
         Args:
             servers: those to load. A server that was left out is loaded alone later.
             weights: names as in the model's ``state_dict``, with whole tensors. Read once, by any number of servers.
             version: the label of the weights.
-            adapter: the folder of an adapter, which goes instead of ``weights``.
 
         Returns:
             the servers that failed, with the reason; the caller leaves them out.
@@ -63,11 +58,6 @@ class Sender(Protocol):
         Raises:
             EngineError: the weights cannot be sent to any server.
         """
-
-    @contextlib.contextmanager
-    def folder(self) -> Iterator[Path]:
-        """A folder that the servers see, while the block runs. Raises ``EngineError`` if it cannot be written."""
-        yield Path()
 
     def close(self) -> None:
         """Free everything. Idempotent."""
@@ -96,13 +86,12 @@ class FolderSender(Sender):
         sends: see ``sender_of``.
     """
 
-    adapters = True
-
     def __init__(self, timeout: float, folder: str = "", *, sends: bool = True) -> None:
         self.timeout, self._sends = timeout, sends
         self._parent = Path(folder).expanduser().absolute() if folder else SHARED_MEMORY
         self._shared = bool(folder)
         self._dtypes: dict[Server, torch.dtype] = {}
+        self._adapter = contextlib.ExitStack()
 
     def check(self, server: Server, found: Description) -> None:
         """See ``Sender``."""
@@ -120,27 +109,38 @@ class FolderSender(Sender):
         except OSError as error:
             raise ConfigError(f"server.folder: cannot write to {self._parent}: {error.strerror}") from None
 
-    def send(
-        self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str, adapter: str = ""
-    ) -> Failures:
+    def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:
         """See ``Sender``."""
-        if adapter:
-            update = Update(self.timeout, adapter, version)
-            return _to_each(servers, lambda server: server.load(update, version))
         dtypes = {server: self._dtypes[server] for server in servers}
         dtype = dtypes[servers[0]]
         if len(set(dtypes.values())) > 1:
             found = ", ".join(f"{server.url} {str(one).removeprefix('torch.')}" for server, one in dtypes.items())
             raise EngineError(f"the servers have weights of different dtypes ({found}): start all with one --dtype")
         converted = ((name, _converted(tensor, dtype, torch.device("cpu"))) for name, tensor in weights)
-        with self.folder() as folder:
+        with self._folder() as folder:
             for number, part in enumerate(_parts(converted)):
                 save_file(part, folder / f"part-{number:05d}.safetensors")
             return _to_each(servers, lambda server: server.load(Update(self.timeout, str(folder)), version))
 
-    @contextlib.contextmanager
-    def folder(self) -> Iterator[Path]:
+    def send_adapter(self, servers: Sequence[Server], adapter: Adapter, version: str) -> Failures:
+        """Load an adapter into servers that have the base weights; see ``send``. Its files stay until those of the next
+        one are there: a server may read them again."""
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(self._folder())
+            adapter.save(folder)
+            update = Update(self.timeout, str(folder), version)
+            failed = _to_each(servers, lambda server: server.load(update, version))
+            self._adapter.close()
+            self._adapter = stack.pop_all()
+        return failed
+
+    def close(self) -> None:
         """See ``Sender``."""
+        self._adapter.close()
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[Path]:
+        """A folder that the servers see, while the block runs. Raises ``EngineError`` if it cannot be written."""
         folder = Path(tempfile.mkdtemp(prefix="cohort-weights-", dir=self._parent))
         try:
             yield folder
@@ -177,13 +177,7 @@ class GroupSender(Sender):
         if not found.can_broadcast:
             raise ConfigError(f"{server.url} cannot join the group of server.transport 'group': {server.joining()}")
 
-    def send(
-        self,
-        servers: Sequence[Server],
-        weights: Iterable[tuple[str, Tensor]],
-        version: str,
-        adapter: str = "",  # noqa: ARG002 - goes as files only
-    ) -> Failures:
+    def send(self, servers: Sequence[Server], weights: Iterable[tuple[str, Tensor]], version: str) -> Failures:
         """See ``Sender``."""
         named = list(weights)
         return _to_each(servers, lambda server: self._update(server, named, version))
