@@ -195,7 +195,7 @@ H100 = Hardware("H100 SXM", 989e12, 80 * GIGA, 3350 * GIGA, 450 * GIGA, 50 * GIG
 port per GPU: DGX H100's."""
 
 
-STEP_LAUNCHES, LAYER_LAUNCHES = 68, 34
+STEP_LAUNCHES, LAYER_LAUNCHES = 75, 36
 """Operations that the local engine calls in a decode step on CUDA, and in each layer of a Qwen3 in addition: those that
 are no views. Counted by dispatch (``tests/test_simulator.py``); some are more than one kernel."""
 

@@ -126,7 +126,7 @@ def _mistakes_in_trials_are_raised() -> Iterator[None]:
     """An implementation whose trial fails is not used, and the next one hides a mistake of the package's own: tests
     raise what only a mistake raises. (Elsewhere the package reads what models' own code returns.)"""
     rooms = ("policy/recurrent", "policy/custom_", "policy/attention", "policy/lean", "policy/fused", "policy/mixers")
-    rooms += ("rollout/shared", "rollout/lean")
+    rooms += ("rollout/cached", "rollout/mixing", "rollout/cache")
     modules = [sys.modules[name] for name in ("cohort.policy.choose", "cohort.rollout.choose") if name in sys.modules]
 
     def one_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.lean import LeanBackend
+from cohort.rollout.cached import LeanBody
 from cohort.types import Prompt
 from tests.cuda_on_cpu import cuda_on_cpu
 from tests.rollout.test_local_engine import LetterTokenizer
@@ -97,7 +97,7 @@ def test_a_decode_step_on_a_gpu_by_hand():
     small, _, large = MODELS
     read = 3350e9 * 0.7  # bytes per second
     costs = simulator.costs_on(H100, small, Placement("replicate", 1, 0.0), 8, COSTS)
-    assert costs.decode_step == pytest.approx(2 * 1.72e9 / read + (68 + 28 * 34) * 8e-6)  # 1,020 operations: 8.2 ms
+    assert costs.decode_step == pytest.approx(2 * 1.72e9 / read + (75 + 28 * 36) * 8e-6)  # 1,083 operations: 8.7 ms
     split = simulator.costs_on(H100, large, Placement("full", 2, 0.0), 64, COSTS)  # vLLM: its step, and 2 * 64 sums
     assert split.decode_step == pytest.approx(32.8e9 / read + 128 * 30e-6 + 3e-3)
 
@@ -130,7 +130,7 @@ def test_the_operations_of_a_decode_step_are_counted():
         model = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"num_hidden_layers": layers}))
         with cuda_on_cpu():
             engine = LocalEngine(Policy(model, Precision(torch.float32, torch.bfloat16)), LetterTokenizer(), ())
-            assert isinstance(engine.backend, LeanBackend)
+            assert isinstance(engine.backend.body, LeanBody)
             counts = []
             for length in (20, 36):  # prompts and the first steps are the same in all
                 with Operations() as operations:

@@ -141,9 +141,9 @@ def test_every_token_goes_through_the_sampler_once(family):
     engine = engine_of(policy_of(family, FLOAT32))
     backend, read = engine.backend, []
     prefill, extend, step = backend.prefill, backend.extend, backend.step
-    backend.prefill = lambda texts: (read.extend(map(len, texts)), prefill(texts))[1]
-    backend.extend = lambda rows, texts: (read.extend(map(len, texts)), extend(rows, texts))[1]
-    backend.step = lambda tokens: (read.append(len(tokens)), step(tokens))[1]
+    backend.prefill = lambda slots, texts: (read.extend(map(len, texts)), prefill(slots, texts))[1]
+    backend.extend = lambda slots, texts: (read.extend(map(len, texts)), extend(slots, texts))[1]
+    backend.step = lambda slots, tokens: (read.append(len(slots)), step(slots, tokens))[1]
     groups = play(engine, latency=0.01)
     texts = sum(len(c.segments[0].token_ids) - 1 for c in completions_of(groups))  # the last one is not read
     assert sum(read) == sum(len(prompt.token_ids) for prompt in PROMPTS) + texts

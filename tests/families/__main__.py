@@ -19,7 +19,6 @@ BEGIN, END = "<!-- begin: make families -->", "<!-- end: make families -->"
 UPDATES = {"prompts computed once": "shared", "prompts computed with every": "padded", "refused": "refused"}
 SAMPLERS = {
     "lean": "lean",
-    "transformers' cache, rows refilled": "refilled",
     "transformers' cache, static batches: rows wait for the last of their batch, in": "static, one length",
     "transformers' cache, static": "static",
     "without a cache": "no cache",

@@ -5,7 +5,7 @@ import torch
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.lean import LeanBackend
+from cohort.rollout.cached import LeanBody
 from cohort.types import Prompt
 from tests.conftest import tiny_llama
 from tests.families.configs import small_model
@@ -33,7 +33,7 @@ def test_sampler_and_trainer_agree(compute, tolerance):
 def test_the_lean_path_is_right_for_its_families(family, compute):
     # An engine tries its path on the model and passes over one that is wrong: being lean is having passed.
     engine = LocalEngine(Policy(small_model(family).cuda(), Precision(torch.float32, compute)), LetterTokenizer(), (1,))
-    assert isinstance(engine.backend, LeanBackend)
+    assert isinstance(engine.backend.body, LeanBody)
 
 
 def test_slots_and_budgets_change_no_greedy_completion():

@@ -15,7 +15,7 @@ from cohort.parallel.sharded import Sharded
 from cohort.policy import Policy, Precision
 from cohort.policy.adapters import add_adapters
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.lean import LeanBackend
+from cohort.rollout.cached import LeanBody
 from cohort.train import assign_advantages, find_budget, lay_out, policy_logps, update
 from cohort.train.update import UpdateResult
 from cohort.types import Prompt
@@ -68,7 +68,7 @@ def test_sampling_reads_the_device_once_a_step(family):
     prompts = [Prompt(0, 0, (5, 9, 20), "", "", {}), Prompt(1, 1, (5,), "", "", {})]
     with fake_cuda() as machine:
         engine = LocalEngine(made(family), LetterTokenizer(), (1,))
-        assert isinstance(engine.backend, LeanBackend) is (family in LEAN)
+        assert isinstance(engine.backend.body, LeanBody) is (family in LEAN)
         machine.reads.clear()
         machine.number = 2.0  # the token that is drawn
         groups = engine.generate(prompts, 3, Sampling(12), RNGKey(0, 0))

@@ -89,12 +89,12 @@ def run_stopped(folder):
     stopped, calls = make("run"), []
     real = stopped.engine.backend.step
 
-    def step(tokens):
+    def step(slots, tokens):
         if threading.current_thread().name == "rollout-3":
             calls.append(1)
             if len(calls) == 5 and stopped.world.rank == 1:
                 stopped.stop()
-        return real(tokens)
+        return real(slots, tokens)
 
     stopped.engine.backend.step = step
     with pytest.raises(Stopped):

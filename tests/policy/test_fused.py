@@ -159,7 +159,7 @@ def tables(tokens, width):
 
 
 def rotation(cos, sin, neighbours=False):
-    return lambda by, x: by.rotate(x, cos.to(by.wide), sin.to(by.wide), neighbours=neighbours)
+    return lambda by, x: by.rotate(x, x[:, :1], cos.to(by.wide), sin.to(by.wide), neighbours=neighbours)[0]
 
 
 ROTATED = [(1, 1, 2), (1, 3, 6), (5, 2, 24), (4, 3, 64), (3, 1, 74), (500, 3, 30)]
@@ -372,8 +372,8 @@ def test_caps_penalties_and_supports_are_computed_by_torch(settings):
     [
         lambda by: by.add_norm(randn(4, 8).bfloat16(), randn(4, 8), randn(8), 1e-6),
         lambda by: by.norm(randn(4, 8), randn(7), 1e-6),
-        lambda by: by.rotate(randn(4, 2, 8), randn(4, 10), randn(4, 10)),
-        lambda by: by.rotate(randn(4, 2, 8), randn(3, 8), randn(3, 8)),
+        lambda by: by.rotate(*[randn(4, 2, 8)] * 2, randn(4, 10), randn(4, 10)),
+        lambda by: by.rotate(*[randn(4, 2, 8)] * 2, randn(3, 8), randn(3, 8)),
         lambda by: by.gate(randn(4, 8), randn(3, 8), gelu=False),
     ],
 )

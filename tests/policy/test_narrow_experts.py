@@ -59,7 +59,9 @@ def test_updates_and_sampling(monkeypatch):
         assert module.gate_up_proj.grad.any()
         engine = LocalEngine(policy, LetterTokenizer(), (1,))
         layers = policy.model.config.num_hidden_layers
-        assert all(isinstance(layer.experts, NarrowExperts) for layer in engine.backend.weights.layers)
+        assert all(
+            isinstance(layer.mlp.prepared, NarrowExperts) for layer in engine.backend.body.weights.anatomy.layers
+        )
         read.clear()
         engine.generate([Prompt(0, 0, (5, 9, 20), "", "", {})], 3, Sampling(12), RNGKey(0, 0))
         assert len(read) <= layers

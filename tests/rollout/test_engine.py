@@ -12,10 +12,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from cohort.errors import ConfigError, DataError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
-from cohort.rollout.cache import round_up
-from cohort.rollout.generic import RecomputeBackend, StaticBackend
+from cohort.rollout.backend import Backend
+from cohort.rollout.capacity import round_up
+from cohort.rollout.fallback import RecomputeBackend, StaticBackend
 from cohort.rollout.grammar import _byte_letters
-from cohort.rollout.lean import LeanBackend
 from cohort.types import FinishReason, Prompt
 from tests.conftest import each, telling, tiny_llama
 from tests.rollout import test_generic, test_lean
@@ -32,7 +32,7 @@ SOME_WAYS = telling(WAYS, "lean", "refilled")
 @functools.cache
 def of_way(way, dtype=torch.float32):
     """A small policy that is sampled in each way. No test changes its weights."""
-    family = {"refilled": "gpt2", "static": "starcoder2", "equal lengths": "lfm2_moe", "no cache": "gpt2"}.get(way)
+    family = {"refilled": "gpt2", "static": "bloom", "equal lengths": "lfm2_moe", "no cache": "gpt2"}.get(way)
     model = tiny_llama() if way == "lean" else test_generic.made(family)
     policy = Policy(model.to(dtype), Precision(dtype, dtype))
     _WAYS[policy] = way
@@ -138,14 +138,14 @@ def byte_level():
     return tokenizer, by_bytes
 
 
-class Scripted:
-    """A backend whose logits leave only the token that is written down for the row, whatever was before."""
+class Scripted(Backend):
+    """Its logits leave only the token that is written down for the row, whatever was before."""
 
-    refills, mixed_lengths, keeps_rows, token_bytes, token_multiple, description = True, True, False, 8, 1, "scripted"
-    row_bytes, grows = 0, False
+    refills, mixed_lengths, token_bytes, description = True, True, 8, "scripted"
 
     def __init__(self, vocabulary, scripts):
         self.vocabulary, self.scripts = vocabulary, scripts
+        self.held, self.rows = {}, {}
 
     def _logits(self, rows):
         logits = torch.full((len(rows), self.vocabulary), -torch.inf)
@@ -153,39 +153,18 @@ class Scripted:
             logits[place, self.scripts[script][min(done, len(self.scripts[script]) - 1)]] = 0.0
         return logits
 
-    def begin(self, capacity):
-        self.held, self.rows = [], []
+    def prefill(self, slots, texts):
+        self.held |= {slot: text[0] for slot, text in zip(slots, texts, strict=True)}  # the number of a script
+        return self._logits([(self.held[slot], 0) for slot in slots])
 
-    def end(self):
-        self.held, self.rows = [], []
+    def add_rows(self, slots, prompts):
+        self.rows |= {slot: [self.held[prompt], 0] for slot, prompt in zip(slots, prompts, strict=True)}
 
-    def prefill(self, texts):
-        new = [text[0] for text in texts]  # a prompt is the number of its script
-        self.held += new
-        return self._logits([(script, 0) for script in new])
-
-    def add_rows(self, places):
-        self.rows += [[self.held[place], 0] for place in places]
-
-    def step(self, tokens_S):
-        assert len(tokens_S) == len(self.rows)
-        for row in self.rows:
-            row[1] += 1
-        return self._logits(self.rows)
-
-    def remove_rows(self, rows):
-        self._remove(self.rows, rows)
-
-    def remove_prompts(self, places):
-        self._remove(self.held, places)
-
-    def _remove(self, entries, removed):
-        gone = set(removed)
-        left = len(entries) - len(gone)
-        movers = [entries[place] for place in range(left, len(entries)) if place not in gone]
-        for hole, entry in zip(sorted(place for place in gone if place < left), movers, strict=True):
-            entries[hole] = entry
-        del entries[left:]
+    def step(self, slots, tokens_S):
+        assert len(tokens_S) == len(slots)
+        for slot in slots:
+            self.rows[slot][1] += 1
+        return self._logits([self.rows[slot] for slot in slots])
 
 
 def scripted(tokenizer, vocabulary, scripts, ends=(1,), **settings):
@@ -600,10 +579,6 @@ def test_settings_of_each_prompt_are_those_it_would_have_alone(way, dtype):
 
 
 def test_the_path_of_each_way_is_the_one_meant():
-    assert isinstance(engine_of(of_way("lean")).backend, LeanBackend)
-    for way, words in zip(
-        WAYS[1:],
-        (test_generic.REFILL, test_generic.TURNS, test_generic.EQUAL_TURNS, test_generic.RECOMPUTE),
-        strict=True,
-    ):
-        assert words in engine_of(of_way(way)).backend.description
+    words = ("lean", test_generic.SHARED, test_generic.TURNS, test_generic.EQUAL_TURNS, test_generic.RECOMPUTE)
+    for way, word in zip(WAYS, words, strict=True):
+        assert word in engine_of(of_way(way)).backend.description

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cohort.errors import ConfigError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
+from cohort.rollout.cached import CachedBackend
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.generic import RecomputeBackend, RefillBackend, StaticBackend
-from cohort.rollout.shared import SharedBackend
+from cohort.rollout.fallback import RecomputeBackend, StaticBackend
 from tests.conftest import telling
 from tests.families.configs import ATTENTION, OLDER, small_config
 from tests.rollout.conftest import drawn_ids
@@ -20,9 +20,8 @@ from tests.rollout.test_local_engine import LetterTokenizer, prompts
 
 FLOAT32 = Precision(torch.float32, torch.float32)
 
-SHARED, REFILL, TURNS, EQUAL_TURNS, RECOMPUTE = (
+SHARED, TURNS, EQUAL_TURNS, RECOMPUTE = (
     "prompts once per group",
-    "transformers' cache, rows refilled",
     "static batches",
     "all prompts have one length",
     "without a cache",
@@ -30,18 +29,17 @@ SHARED, REFILL, TURNS, EQUAL_TURNS, RECOMPUTE = (
 
 # Small models of each architecture (tests/families/configs.py), and the way each is sampled.
 FAMILIES = {
-    # Absolute positions, rotations, ALiBi, biases, parallel blocks, experts: keys and values alone.
-    **dict.fromkeys(["gpt2", "gpt_neox", "gpt_bigcode", "gptj", "gpt_neo", "phi", "opt", "bloom"], REFILL),
-    **dict.fromkeys(["falcon", "falcon alibi", "mpt", "stablelm", "granitemoe"], REFILL),
+    # Absolute positions, rotations, biases, parallel blocks, experts: keys and values alone.
+    **dict.fromkeys(["gpt2", "gpt_neox", "gpt_bigcode", "phi", "opt", "granitemoe"], SHARED),
     "deepseek_v3": SHARED,  # keys and values of different width
-    # A window in some layers, or in all; with sinks.
-    **dict.fromkeys(["starcoder2", "granite_swa"], TURNS),
+    # A window in some layers, or in all; with sinks. Widths that differ from layer to layer.
+    **dict.fromkeys(["starcoder2", "granite_swa", "gemma4_text"], SHARED),
+    **dict.fromkeys(["qwen3_next", "lfm2_moe", "falcon_h1", "bamba", "granitemoehybrid", "mamba2"], SHARED),
+    "nemotron_h": SHARED,  # time steps that cached decoding of transformers does not limit
+    # ALiBi, and attention of their own.
+    **dict.fromkeys(["gptj", "gpt_neo", "bloom", "falcon", "falcon alibi", "mpt", "stablelm"], TURNS),
     # States, which padding on the left does not enter.
     "jamba": TURNS,
-    **dict.fromkeys(["qwen3_next", "lfm2_moe", "falcon_h1", "bamba", "granitemoehybrid", "mamba2"], SHARED),
-    # Widths that differ from layer to layer, and time steps that cached decoding does not limit by itself.
-    "gemma4_text": TURNS,
-    "nemotron_h": SHARED,
     # Layers that choose their keys, by position in the batch.
     "glm_moe_dsa": EQUAL_TURNS,
     # A cache without a length, where every layer is a recurrence; caches that transformers does not pass on.
@@ -49,8 +47,7 @@ FAMILIES = {
 }
 PROMPTS = prompts((5, 9, 20), (7,), tuple(range(3, 30)), (2, 3), (8, 9, 4))
 KINDS = {
-    SHARED: SharedBackend,
-    REFILL: RefillBackend,
+    SHARED: CachedBackend,
     TURNS: StaticBackend,
     EQUAL_TURNS: StaticBackend,
     RECOMPUTE: RecomputeBackend,
@@ -125,7 +122,7 @@ def test_turns_of_equal_length_share_what_has_equal_length():
     assert not engine.backend.mixed_lengths
     seen = []
     prefill = engine.backend.prefill
-    engine.backend.prefill = lambda texts: seen.append([len(text) for text in texts]) or prefill(texts)
+    engine.backend.prefill = lambda slots, texts: seen.append([len(t) for t in texts]) or prefill(slots, texts)
     engine.max_batch_size = 1000
     completions(engine, samples=2)
     del engine.backend.prefill
@@ -133,82 +130,86 @@ def test_turns_of_equal_length_share_what_has_equal_length():
 
 
 def test_a_turn_may_end_in_the_middle_of_a_group():
-    engine = engine_of("starcoder2")
+    engine = engine_of("bloom")
     engine.max_batch_size = 4
     seen = []
     prefill = engine.backend.prefill
-    engine.backend.prefill = lambda texts: seen.append([len(text) for text in texts]) or prefill(texts)
+    engine.backend.prefill = lambda slots, texts: seen.append([len(t) for t in texts]) or prefill(slots, texts)
     completions(engine)
     del engine.backend.prefill
     # Three of each prompt, four at a time: the second prompt is computed in the first turn and in the second.
     assert seen == [[27, 3], [3, 3], [3, 2], [1]]
 
 
-ADDED = ["gpt2", "bloom", "falcon alibi", "gpt_neo", "granite_swa", "lfm2_moe", "mamba"]
+ADDED = ["gpt2", "bloom", "falcon alibi", "gpt_neo", "granite_swa", "gemma4_text", "lfm2_moe", "mamba2", "mamba"]
 
 
-@pytest.mark.parametrize("family", telling(ADDED, "gpt2", "granite_swa", "lfm2_moe"))
-def test_rows_may_be_added_and_removed_at_any_place(family):
+@pytest.mark.parametrize("family", telling(ADDED, "bloom", "gemma4_text", "lfm2_moe", "mamba2"))
+def test_rows_may_begin_and_end_at_any_place(family):
     policy, backend = engine_of(family).policy, engine_of(family).backend
     texts = [prompt.token_ids for prompt in PROMPTS]
-    owners = [0, 0, 4, 4, 0]
     tokens = torch.randint(37, (8, 20), generator=torch.Generator().manual_seed(0)).tolist()
-    shared = [0, 4] if backend.refills is False else [3, 0, 1, 2, 4]
-    backend.begin(Capacity(8, 5, 27, 20))
-    rows = {row: list(texts[owner]) for row, owner in enumerate(owners)}
-    held = list(shared)
+    backend.begin(Capacity(6, 5, 27, 20))
+    rows = {}  # by slot
 
-    def check(logits_SV):
-        expected = torch.stack([policy.model(torch.tensor([text])).logits[0, -1] for text in rows.values()])
+    def check(logits_SV, slots):
+        expected = torch.stack([policy.model(torch.tensor([rows[slot]])).logits[0, -1] for slot in slots])
         gap = (logits_SV - expected).abs() / expected.std(-1, keepdim=True)
         assert gap.max() < 3e-5  # float32
 
-    def step(count):
+    def begin(slots, prompts):
+        backend.add_rows(slots, prompts)
+        rows.update({slot: list(held[prompt]) for slot, prompt in zip(slots, prompts, strict=True)})
+
+    def step(count, *slots):
+        slots = slots or tuple(rows)
         for _ in range(count):
-            new = [tokens[row][len(text) % 20] for row, text in rows.items()]
-            for text, token in zip(rows.values(), new, strict=True):
-                text.append(token)
-            check(backend.step(torch.tensor(new)))
+            new = [tokens[slot][len(rows[slot]) % 20] for slot in slots]
+            for slot, token in zip(slots, new, strict=True):
+                rows[slot].append(token)
+            check(backend.step(list(slots), torch.tensor(new)), slots)
+
+    def end(*slots):
+        backend.release(slots)
+        for slot in slots:
+            del rows[slot]
 
     with torch.no_grad():
-        backend.prefill([texts[place] for place in held])
-        backend.add_rows([held.index(owner) for owner in owners])
+        held = {3: texts[3], 0: texts[0], 1: texts[1], 4: texts[4]}
+        backend.prefill(list(held), list(held.values()))
+        begin([5, 0, 1, 2, 3], [0, 0, 4, 4, 0])
         step(3)
-        backend.remove_rows([1, 4])
-        rows = {0: rows[0], 3: rows[3], 2: rows[2]}
+        end(5, 2)
         step(2)
         if backend.refills:
-            backend.remove_prompts([held.index(3)])
-            held = [held[-1], *held[1:-1]]
-            backend.prefill([texts[3]])
-            held.append(3)
-            backend.add_rows([held.index(2), held.index(3), held.index(1)])
-            rows |= {5: list(texts[2]), 6: list(texts[3]), 7: list(texts[1])}
+            held[2] = texts[2]
+            backend.prefill([2], [texts[2]])
+            begin([5, 2], [2, 1])
             step(3)
-            backend.remove_rows([3])  # the longest: its padding goes
-            rows = {0: rows[0], 3: rows[3], 2: rows[2], 7: rows[7], 6: rows[6]}
+            if backend.keeps_rows:
+                step(1, 5)  # the last place alone, while the others wait
+                step(2, 0, 1, 2)  # three of five: the others must stay as they are
             step(2)
-            backend.remove_rows([4, 3, 2, 1, 0])
-            backend.add_rows([held.index(1)])
-            rows = {7: list(texts[1])}
+            end(*rows)
+            backend.remove_prompts([3, 0, 4])
+            begin([4], [1])
             step(3)
         else:
-            backend.remove_rows([0, 1, 2])
-            backend.prefill([texts[3]])
-            backend.add_rows([0, 0])
-            rows = {5: list(texts[3]), 6: list(texts[3])}
+            end(*rows)
+            held[0] = texts[3]
+            backend.prefill([0], [texts[3]])
+            begin([1, 0], [0, 0])
             step(4)
     backend.end()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "starcoder2", "mamba"])
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "mamba"])
 def test_nothing_is_held_afterwards(family):
     engine = engine_of(family)
     completions(engine)
     held = [value for value in vars(engine.backend).values() if isinstance(value, torch.Tensor) and value.numel()]
-    lists = [value for value in vars(engine.backend).values() if isinstance(value, list) and value]
-    caches = [value for value in vars(engine.backend).values() if hasattr(value, "layers")]
-    assert (held, lists, caches) == ([], [], [])
+    lists = [value for value in vars(engine.backend).values() if isinstance(value, list | dict) and value]
+    assert (held, lists, getattr(engine.backend, "_cache", None)) == ([], [], None)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +243,8 @@ def test_a_way_that_computes_something_else_is_passed_over_and_named():
     model.forward = forward
     engine = LocalEngine(Policy(model, FLOAT32), LetterTokenizer(), (1,))
     assert isinstance(engine.backend, RecomputeBackend)
-    assert engine.backend.description.count("off by") == 3
-    assert "rows refilled: off by" in engine.backend.description
+    assert engine.backend.description.count("off by") == 2
+    assert "static batches: off by" in engine.backend.description
     assert completions(engine)
 
 
@@ -272,22 +273,6 @@ def test_a_cache_without_a_length_is_passed_over():
     assert "transformers' cache: ValueError: `get_seq_length` can only be called on Attention layers" in description
 
 
-def test_cached_decoding_limits_time_steps():
-    """Without the limits of its config the error is 1e-4 of the logits after 20 tokens here."""
-    policy = engine_of("nemotron_h").policy
-    backend = StaticBackend(policy, mixed_lengths=True)
-    texts, tokens = [list(range(3, 30)), [7]], torch.randint(37, (20, 2), generator=torch.Generator().manual_seed(0))
-    backend.begin(Capacity(2, 2, 27, 20))
-    with torch.no_grad():
-        backend.prefill(texts)
-        backend.add_rows([0, 1])
-        for new in tokens:
-            logits_SV = backend.step(new)
-            texts = [[*text, int(token)] for text, token in zip(texts, new, strict=True)]
-        expected = torch.stack([policy.model(torch.tensor([text])).logits[0, -1] for text in texts])
-    assert ((logits_SV - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
-
-
 def test_windows_longer_than_the_check_are_right_past_their_end():
     """The check's texts are 13 tokens long at most: it sees no window of 16."""
     torch.manual_seed(0)
@@ -301,7 +286,7 @@ def test_windows_longer_than_the_check_are_right_past_their_end():
 
 
 def test_a_budget_counts_every_way_but_the_one_without_a_cache():
-    for family in ("gpt2", "granite_swa", "lfm2_moe"):
+    for family in ("gpt2", "bloom", "lfm2_moe"):
         engine = LocalEngine(engine_of(family).policy, LetterTokenizer(), (1,), cache_tokens=10)
         with pytest.raises(ConfigError, match="cache_tokens"):
             completions(engine)

@@ -1,5 +1,7 @@
 """Rooms of rows that grow with their lengths: the same draws in little memory, and rows by what lengths need."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from cohort.errors import ConfigError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.backend import plan
-from cohort.rollout.cache import GroupCache
+from cohort.rollout.cache import GroupCache, Heads, Rows
 from cohort.rollout.capacity import Capacity
 from tests.families.configs import small_model
 from tests.policy.plain import SINGLE
@@ -32,12 +34,11 @@ def held(monkeypatch):
     seen = {"most": 0, "copies": 0}
     fit = GroupCache._fit
 
-    def counted(self, tokens, rows):
-        before = self._own[0].shape
-        fit(self, tokens, rows)
-        shape = self._own[0].shape
-        seen["copies"] += shape != before
-        seen["most"] = max(seen["most"], shape[1] * shape[3])
+    def counted(self, tokens):
+        before = self._held
+        fit(self, tokens)
+        seen["copies"] += self._held != before
+        seen["most"] = max(seen["most"], math.prod(self._held))
 
     monkeypatch.setattr(GroupCache, "_fit", counted)
     return seen
@@ -142,28 +143,39 @@ def test_one_completion_must_fit_at_full_length():
 
 
 def test_rooms_grow_with_what_they_hold():
-    """By hand: two rows of a head of one number, copied twice, with a row removed and one parked between."""
+    """By hand: two rows of a head of one number, copied twice, the second time after another row took the place of one that ended."""
     capacity = Capacity(4, 1, 32, 1024, 2048)
-    cache = GroupCache(capacity, layers=1, heads=1, width=1, dtype=torch.float32, device=CPU, group=1)
-    assert cache._own[0].shape == (2, 4, 1, 256, 1)
-    cache.add_prompts([1])
-    cache.write_prompt(0, 0, torch.tensor([[[7.0]]]), torch.tensor([[[8.0]]]))
-    cache.add_rows([0, 0])
-    for row, count in ((0, 300), (1, 2)):
-        numbers = torch.arange(count, dtype=torch.float32).view(count, 1, 1) + 1000 * row
-        k, v = cache.append(0, row, numbers, -numbers)
-        cache.grow([row], [count])
-    assert cache._own[0].shape == (2, 4, 1, 512, 1)
-    handle = cache.park(1)
-    cache.remove_rows([1])
-    cache.append(0, 0, torch.full((700, 1, 1), 5.0), torch.full((700, 1, 1), 6.0))
-    cache.grow([0], [700])
-    assert cache._own[0].shape == (2, 2, 1, 1024, 1)  # two rows of 1,024 are all that fit
-    cache.resume([handle])
-    k, v = cache.text(0, 0)
-    assert k.flatten().tolist() == [7.0, *range(300), *[5.0] * 700]
-    k, v = cache.text(0, 1)
-    assert (k.flatten().tolist(), v.flatten().tolist()) == ([7.0, 1000.0, 1001.0], [8.0, -1000.0, -1001.0])
+    cache = GroupCache(capacity, {3: Heads(1, 1, 1, 1)}, dtype=torch.float32, device=CPU)
+
+    def room():
+        keys, values = cache.own[3]
+        assert keys.shape == values.shape
+        return keys.shape
+
+    def given(values):
+        return {3: [sign * torch.tensor(values, dtype=torch.float32).view(1, -1, 1) for sign in (1, -1)]}
+
+    assert room() == (4, 1, 256, 1)
+    cache.add_prompts([0], [1], given([7]))
+    cache.add_rows([0, 1, 2], [0, 0, 0])
+    cache.append([2, 1], [300, 2], given([*range(300), 1000, 1001]))
+    assert room() == (4, 1, 512, 1)
+    cache.remove_rows([(2, 0)], 2)
+    cache.append([0], [700], given([5] * 700))
+    assert room() == (2, 1, 1024, 1)  # two rows of 1,024 are all that fit
+    for place, text in ((0, [7, *range(300), *[5] * 700]), (1, [7, 1000, 1001])):
+        k, v = cache.text(3, place)
+        assert (k.flatten().tolist(), (-v).flatten().tolist()) == (text, text)
+
+
+def test_the_last_rows_fill_gaps():
+    rows = Rows()
+    assert rows.add([7, 3, 5, 9, 4]) == [0, 1, 2, 3, 4]
+    assert rows.release([3, 9]) == [(4, 1)]
+    assert rows.places([7, 4, 5]) == [0, 1, 2]
+    assert rows.add([5, 9]) == [2, 3]
+    assert rows.release([9, 7, 4, 5]) == []
+    assert len(rows) == 0
 
 
 @pytest.mark.filterwarnings("ignore:out of memory in sampling")
@@ -173,10 +185,10 @@ def test_a_halved_batch_grows_again(monkeypatch):
     engine, limit = engine_of("lean", max_batch_size=8), [4]
     add_rows = engine.backend.add_rows
 
-    def checked(prompts):
+    def checked(slots, prompts):
         if len(prompts) > limit[0]:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        add_rows(prompts)
+        add_rows(slots, prompts)
 
     monkeypatch.setattr(engine.backend, "add_rows", checked)
     sizes = []

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.cache import round_up
-from cohort.rollout.lean import LeanBackend
+from cohort.rollout.cached import LeanBody
+from cohort.rollout.capacity import round_up
 from cohort.types import Prompt
 from tests.conftest import family_model, telling, tiny_llama
 from tests.rollout import test_generic, test_lean
@@ -158,7 +158,7 @@ def _sized_engine(name, precision, native):
     policy = Policy(model, precision)
     ends = tuple(range(8))  # many, so that rows are refilled
     engine = LocalEngine(policy, LetterTokenizer(), ends, native_kernels=native)
-    assert isinstance(engine.backend, LeanBackend)
+    assert isinstance(engine.backend.body, LeanBody)
     assert "off by" not in engine.backend.description
     return engine
 

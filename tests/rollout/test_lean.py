@@ -16,11 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cohort.errors import ModelError
 from cohort.policy import Policy, Precision
-from cohort.policy.anatomy import Anatomy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
+from cohort.rollout.cached import CachedBackend, LeanBody
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.generic import RefillBackend, StaticBackend
-from cohort.rollout.lean import LeanBackend
 from tests.conftest import family_model, telling
 from tests.rollout.conftest import Way, cover, drawn_ids, each_way
 from tests.rollout.test_local_engine import LetterTokenizer, prompts
@@ -209,14 +207,14 @@ def engine_of(policy, **settings):
 def lean(policy):
     """The engine's backend: that it is this one is part of what is tested."""
     backend = engine_of(policy).backend
-    assert isinstance(backend, LeanBackend), backend.description
+    assert isinstance(backend.body, LeanBody), backend.description
     assert "off by" not in backend.description
     return backend
 
 
 def bare(policy):
     """The same without the check that chooses it."""
-    return LeanBackend(policy, Anatomy.of(policy.model), native_kernels=Way.native)
+    return CachedBackend(LeanBody(policy, native=Way.native))
 
 
 def in_float32(family):
@@ -228,7 +226,7 @@ def in_float32(family):
 def _in_float32(family, native):
     policy = policy_of(family)
     engine = engine_of(policy)
-    assert isinstance(engine.backend, LeanBackend), engine.backend.description
+    assert isinstance(engine.backend.body, LeanBody), engine.backend.description
     assert "off by" not in engine.backend.description
     return policy, engine
 
@@ -248,9 +246,10 @@ def decoded(backend, all_prompts, owners, tokens_ST):
     """Logits after the prompt and after each of the given tokens, ``[S, 1 + T, V]``."""
     longest = max(map(len, all_prompts))
     backend.begin(Capacity(len(owners), len(all_prompts), longest, tokens_ST.shape[1] + 1))
-    logits = [backend.prefill(all_prompts)[owners]]
-    backend.add_rows(owners)
-    logits += [backend.step(tokens_S) for tokens_S in tokens_ST.T]
+    slots, prompt_slots = [*range(len(owners))][::-1], [*range(len(all_prompts))]
+    logits = [backend.prefill(prompt_slots, all_prompts)[owners]]
+    backend.add_rows(slots, owners)
+    logits += [backend.step(slots, tokens_S) for tokens_S in tokens_ST.T]
     backend.end()
     return torch.stack(logits, 1)
 
@@ -346,50 +345,53 @@ def test_refilled_rows_are_rows_alone_and_agree_with_the_trainer(family, native)
         torch.testing.assert_close(sampled, trained.double(), rtol=1e-5, atol=1e-5)  # float32; logits of up to 10
 
 
-def test_rows_and_prompts_may_be_removed_at_any_place(native):
+def test_rows_and_prompts_may_end_at_any_place(native):
     policy = policy_of("gemma3")
     backend = lean(policy)
     tokens_ST = continuations(range(7))
     owners = [0, 1, 2, 3, 4, 5, 3]
     expected = forward(policy, PROMPTS, owners, tokens_ST)
-    backend.begin(Capacity(7, 6, 40, STEPS))
-    with torch.no_grad():
-        backend.prefill(PROMPTS[:4])
-        backend.add_rows([0, 1, 2, 3])
-        at = dict.fromkeys(range(4), 0)  # how far each row is, in the backend's order
-        held = [0, 1, 2, 3]
+    backend.begin(Capacity(5, 4, 40, STEPS))
+    at, slot_of = {}, {}  # how far each row is, and where
 
-        def check(steps):
-            for _ in range(steps):
-                logits = backend.step(torch.tensor([tokens_ST[row, place] for row, place in at.items()]))
-                for row in at:
-                    at[row] += 1
-                wanted = torch.stack([expected[row, place] for row, place in at.items()])
-                assert gaps(logits, wanted).max() < 1e-5  # float32
+    def begin(rows, slots, prompts):
+        backend.add_rows(slots, prompts)
+        at.update(dict.fromkeys(rows, 0))
+        slot_of.update(zip(rows, slots, strict=True))
 
-        check(3)
-        backend.remove_rows([0, 2])  # row 3 takes the place of row 0
-        at = {3: at[3], 1: at[1]}
-        backend.remove_prompts([0, 2])
-        held = [3, 1]
-        check(2)
-        backend.prefill([PROMPTS[4], PROMPTS[5]])
-        held += [4, 5]
-        new = {4: 0, 5: 0, 6: 0}
-        backend.add_rows([held.index(owners[row]) for row in new])
-        at |= new
-        check(9)
-        backend.remove_rows([1, 0])  # of 3, 1, 4, 5, 6: the last two take their places
-        left = list(at.items())
-        at = dict([left[3], left[4], left[2]])
-        backend.remove_prompts([held.index(1)])
-        check(2)
-        backend.remove_rows([0, 1, 2])
-        backend.remove_prompts([2, 1, 0])
-        backend.prefill([PROMPTS[2]])
-        backend.add_rows([0])
-        at = {2: 0}
-        check(STEPS)
+    def end(*rows):
+        backend.release([slot_of.pop(row) for row in rows])
+        for row in rows:
+            del at[row]
+
+    def check(steps, *rows):
+        for _ in range(steps):
+            rows = rows or tuple(at)
+            logits = backend.step([slot_of[row] for row in rows], torch.tensor([tokens_ST[r, at[r]] for r in rows]))
+            for row in rows:
+                at[row] += 1
+            wanted = torch.stack([expected[row, at[row]] for row in rows])
+            assert gaps(logits, wanted).max() < 1e-5  # float32
+
+    backend.prefill([0, 1, 2, 3], PROMPTS[:4])
+    begin([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3])
+    check(3)
+    check(1, 0, 2, 3)  # places 0, 2 and 3, while row 1 waits
+    end(0, 2)
+    check(2)  # places 1 and 3 of 4
+    check(1, 3)  # while row 1 waits
+    backend.remove_prompts([2, 0])
+    backend.prefill([2, 0], [PROMPTS[4], PROMPTS[5]])
+    begin([4, 5, 6], [4, 0, 2], [2, 0, 3])
+    check(9)
+    check(1, 4)  # place 4 of 5 alone: a copy
+    end(3, 1)
+    check(2)
+    end(5, 6, 4)
+    backend.remove_prompts([0, 1, 2, 3])
+    backend.prefill([1], [PROMPTS[2]])
+    begin([2], [3], [1])
+    check(STEPS)
     backend.end()
 
 
@@ -443,7 +445,11 @@ def test_lora_is_pefts_forward(kind):
     policy = lora_policy("qwen3 ratio 3", **LORAS[kind])
     assert base_gap(policy) > 0.01
     logits = decoded(lean(policy), PROMPTS, OWNERS, continuations())
-    assert gaps(logits, forward(policy, PROMPTS, OWNERS, continuations())).max() < 1e-5  # float32
+    exact = forward(Policy(copy.deepcopy(policy.model).double(), FLOAT64), PROMPTS, OWNERS, continuations())
+    own, pefts = (gaps(part, exact) for part in (logits, forward(policy, PROMPTS, OWNERS, continuations())))
+    # Both round in float32, elsewhere: peft's largest error over these cases is 8e-6.
+    assert own.max() < 2e-5
+    assert own.mean() < 1.1 * pefts.mean()
 
 
 @pytest.mark.parametrize(
@@ -455,7 +461,11 @@ def test_lora_of_a_family(family, native):
     pytest.importorskip("peft")
     policy = lora_policy(family, target_modules="all-linear")
     logits = decoded(lean(policy), PROMPTS, OWNERS, continuations())
-    assert gaps(logits, forward(policy, PROMPTS, OWNERS, continuations())).max() < 1e-5  # float32
+    exact = forward(Policy(copy.deepcopy(policy.model).double(), FLOAT64), PROMPTS, OWNERS, continuations())
+    own, pefts = (gaps(part, exact) for part in (logits, forward(policy, PROMPTS, OWNERS, continuations())))
+    # Both round in float32, elsewhere: peft's largest error over these cases is 8e-6.
+    assert own.max() < 2e-5
+    assert own.mean() < 1.1 * pefts.mean()
 
 
 def triple_scale(model):
@@ -547,7 +557,7 @@ def test_what_is_not_plain_takes_another_path_and_says_so(kind):
             policy.model.merge_adapter()
         word = {"merged": "merged", "saved module": "lm_head is a"}.get(kind, "not plain LoRA")
     engine = engine_of(policy)
-    assert isinstance(engine.backend, RefillBackend)
+    assert not isinstance(getattr(engine.backend, "body", None), LeanBody)
     assert "lean" in engine.backend.description
     assert word in engine.backend.description
     groups = engine.generate(prompts(*PROMPTS), 2, Sampling(8), RNGKey(0, 0))
@@ -592,7 +602,7 @@ def test_settings_that_are_not_known_take_another_path(settings, word):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **WIDE, **settings))
     backend = engine_of(Policy(model, FLOAT32)).backend
-    assert isinstance(backend, RefillBackend)
+    assert not isinstance(getattr(backend, "body", None), LeanBody)
     assert word in backend.description
 
 
@@ -607,7 +617,7 @@ def test_a_model_that_computes_something_else_is_found_out(monkeypatch):
 
     monkeypatch.setattr(kind, "forward", more)
     backend = engine_of(policy).backend
-    assert isinstance(backend, StaticBackend)
+    assert not isinstance(getattr(backend, "body", None), LeanBody)
     assert "off by" in backend.description
 
 
@@ -700,12 +710,12 @@ def test_changes_of_the_weights_are_seen_at_once(family, precision, change, nati
 def test_bfloat16_weights_are_made_once_per_update(family):
     policy = policy_of(family, BFLOAT16)
     engine = engine_of(policy)
-    made_once = engine.backend.weights.refreshed
+    made_once = engine.backend.body.weights.refreshed
     assert made_once == 1  # by the check that chose the path
     for update in range(3):
         for _ in range(3):
             tokens_of(engine)
-        assert engine.backend.weights.refreshed == made_once + update
+        assert engine.backend.body.weights.refreshed == made_once + update
         step_optimizer(policy)
         policy.version += 1
 
@@ -738,11 +748,12 @@ def test_no_copy_of_the_weights_is_held_where_none_is_needed(family, precision):
         if tensor.untyped_storage().data_ptr() not in own
         and tensor.numel() >= smallest
         # The rotations of all positions, of [positions, head_dim].
-        and tensor.shape[-1] != engine.backend.anatomy.head_dim
+        and tensor.shape[-1] != engine.backend.body.anatomy.head_dim
         and tensor.ndim > 1  # unlike the native product's room for its input
     ]
     assert copies == []
-    held = [weight for layer in engine.backend.weights.layers for weight in layer.qkv._weights + layer.down._weights]
+    layers = engine.backend.body.weights.anatomy.layers
+    held = [weight for layer in layers for weight in layer.qkv._weights + layer.mlp.down._weights]
     assert {weight.data_ptr() for weight in held} <= {parameter.data_ptr() for parameter in policy.model.parameters()}
 
 
@@ -751,12 +762,11 @@ def test_bfloat16_holds_one_copy():
     before = {id(tensor) for tensor in live_tensors()}
     engine = engine_of(policy)
     tokens_of(engine)
-    halves = [tensor for tensor in live_tensors() if id(tensor) not in before and tensor.dtype == torch.bfloat16]
-    shown = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in halves if tensor.layout is torch.strided}
-    packed = sum(tensor.numel() for tensor in halves if tensor.layout is not torch.strided)  # oneDNN's own layout
+    halves = [tensor for tensor in new_tensors(before) if tensor.dtype == torch.bfloat16]
+    shown = {tensor.untyped_storage().data_ptr(): tensor.numel() for tensor in halves}
     matrices = sum(p.numel() for n, p in policy.model.named_parameters() if p.ndim == 2 and "embed" not in n)
     # The native kernel fills the head's last panel: 61 outputs take the room of 64.
-    assert sum(shown.values()) + packed - matrices in (0, 3 * 32)
+    assert sum(shown.values()) - matrices in (0, 3 * 32)
     assert not [
         tensor
         for tensor in new_tensors(before)

@@ -15,6 +15,7 @@ import torch
 from cohort.native import build
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine
+from cohort.rollout.cache import Heads
 from cohort.rollout.capacity import Capacity
 from cohort.rollout.native import Kernels, SlotCache, Unavailable
 from cohort.rollout.native.kernels import Gated, LayerCall, Residual
@@ -46,20 +47,16 @@ class Attention:
         self.dtype, self.window, self.cap, self.owners, self.steps = dtype, window, cap, list(owners), steps
         self.cache = SlotCache(
             Capacity(len(owners), len(lengths), max(lengths), steps),
-            layers=1,
-            heads=kv_heads,
-            width=width,
-            group=group,
+            {0: Heads(group, kv_heads, width, width)},
             dtype=dtype,
             lanes=KERNELS.lanes,
         )
         for held in (self.cache.own, self.cache.prompts):
             held.fill_(math.nan)  # what was not written is not read
         self.seen = [randn(2, length, kv_heads, width, seed=n).to(dtype) for n, length in enumerate(lengths)]
-        self.cache.add_prompts(lengths)
-        for prompt, (k, v) in enumerate(self.seen):
-            self.cache.write_prompt(0, prompt, k, v)
-        self.cache.add_rows(self.owners)
+        self.put(range(len(lengths)), self.seen)
+        self.slots = [*range(len(owners))][::-1]
+        self.cache.add_rows(self.slots, self.owners)
         self.own = [torch.zeros(2, 0, kv_heads, width) for _ in owners]
         own, prompts = self.cache.own[:, 0], self.cache.prompts[:, 0]
         self.call = LayerCall(window=window or 0, own_k=own[0].data_ptr(), own_v=own[1].data_ptr())
@@ -74,13 +71,17 @@ class Attention:
             self.call.cos, self.call.sin = (table.data_ptr() for table in self.tables)
             self.call.rotated = width
 
+    def put(self, slots, texts):
+        found = {0: [torch.cat([text[n] for text in texts]).transpose(0, 1) for n in (0, 1)]}
+        self.cache.add_prompts(slots, [text.shape[1] for text in texts], found)
+
     def step(self, qkv, threads=2):
         """Of a ``[S, (Q + 2K) D]`` output of a product; ``[S, Q, D]``."""
-        return self.attended(self.cache.next_step(), qkv, threads)
+        return self.attended(self.cache.next_step(self.slots), qkv, threads)
 
     def read(self, rows, lengths, qkv):
         """Texts of some rows: the outputs of all tokens, and those of a layer that needs only the last of each text."""
-        return [self.attended(step, qkv) for step in self.cache.next_texts(rows, lengths)]
+        return [self.attended(step, qkv) for step in self.cache.next_texts([self.slots[row] for row in rows], lengths)]
 
     def attended(self, step, qkv, threads=2):
         kv_heads, group, width = self.sizes
@@ -213,14 +214,11 @@ def test_slots_are_used_again():
     for step in range(5):
         qkv = attention.rows(step)
         torch.testing.assert_close(attention.step(qkv).double(), attention.expected(qkv), rtol=2e-6, atol=2e-6)
-    attention.cache.remove_rows([0, 3])  # rows 2 and 1 are left, in that order
-    attention.cache.remove_prompts([0])
     new = randn(2, 7, 1, 16)
-    assert attention.cache.add_prompts([7]) == 1
-    attention.cache.write_prompt(0, 1, *new)
-    attention.cache.add_rows([1, 0])
-    attention.seen = [attention.seen[1], new]
-    attention.owners, empty = [0, 0, 1, 0], torch.zeros(2, 0, 1, 16)
+    attention.put([0], [new])  # rows 2 and 1 are left, and neither is after prompt 0
+    attention.cache.add_rows([0, 3], [0, 1])
+    attention.slots, attention.seen[0] = [1, 2, 0, 3], new
+    attention.owners, empty = [1, 1, 0, 1], torch.zeros(2, 0, 1, 16)
     attention.own = [attention.own[2], attention.own[1], empty, empty]
     for step in range(5, 12):
         qkv = attention.rows(step)

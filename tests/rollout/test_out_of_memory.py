@@ -8,7 +8,7 @@ from cohort.rollout import RNGKey, Sampling, Watch, local
 from tests.rollout.conftest import drawn_ids
 from tests.rollout.test_continuation import GIVEN, PROMPTS, engine_of, play
 
-WORK = ("begin", "prefill", "add_rows", "step", "extend", "resume", "park", "remove_rows")
+WORK = ("begin", "prefill", "add_rows", "step", "extend")
 """The methods of a backend that may allocate."""
 
 
@@ -43,7 +43,7 @@ def turns_of(played):
     ]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("native", "refill", "recompute")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("native", "modules", "recompute")]
 
 
 @pytest.mark.parametrize("backend", ["lean", "static", *SLOW])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cohort.native import Unavailable, has_pairs, load
-from cohort.rollout.group_attention import attend_causally
+from cohort.rollout.mixing import attend_causally
 from cohort.rollout.weights import CHUNK, NativeProduct, PackedProduct, multiplies
 
 try:
@@ -151,14 +151,14 @@ def test_matrices_that_cannot_be_packed_are_refused():
 )
 def test_attention_of_a_prompt_in_bfloat16_is_that_of_float64(length, heads, kv_heads, width, window, sinks):
     generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(length, n, width, generator=generator).bfloat16() for n in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(n, length, width, generator=generator).bfloat16() for n in (heads, kv_heads, kv_heads))
     sink = torch.randn(heads, generator=generator) if sinks else None
     with torch.inference_mode():
         found = attend_causally(q, k, v, torch.bfloat16, 0.3, window, None, sink, True)
-        cut = attend_causally(q[:-1], k[:-1], v[:-1], torch.bfloat16, 0.3, window, None, sink, True)
+        cut = attend_causally(q[:, :-1], k[:, :-1], v[:, :-1], torch.bfloat16, 0.3, window, None, sink, True)
     wide = [None if part is None else part.double() for part in (q, k, v, sink)]
     exact = attend_causally(*wide[:3], torch.float64, 0.3, window, None, wide[3])
     # The output and its weights are rounded to bfloat16, 2^-8 each; weights sum to 1 and values are up to 4.
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=4 * 2**-8)
     assert (found.double() - exact).abs().mean() < 2**-8
-    assert torch.equal(cut, found[:-1])
+    assert torch.equal(cut, found[:, :-1])

@@ -8,7 +8,7 @@ import pytest
 
 from cohort.errors import DataError
 from cohort.rollout import Request, RNGKey, Sampling
-from cohort.rollout.capacity import Capacity, order_after_removal
+from cohort.rollout.capacity import Capacity
 from cohort.rollout.scheduler import Draw, Scheduler
 from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.types import FinishReason, Prompt
@@ -30,49 +30,44 @@ class Runner:
 
     def __init__(self, capacity, refills=True, mixed_lengths=True, keeps_rows=True, fails=lambda text: False):
         self.refills, self.mixed_lengths, self.keeps_rows, self.fails = refills, mixed_lengths, keeps_rows, fails
-        self.capacity, self.prefixes, self.rows, self.parked, self.handles = capacity, {}, [], {}, itertools.count()
-        self.read, self.busiest, self.drawn = [], 0, []
+        self.capacity, self.prefixes, self.rows = capacity, {}, {}
+        self.read, self.busiest = [], 0
 
     def prefill(self, prefixes):
-        assert self.mixed_lengths or len({len(text) for text in prefixes.values()}) == 1
-        self.read += [list(text) for text in prefixes.values()]
-        self.prefixes.update(prefixes)
-        assert len(self.prefixes) <= self.capacity.prompts
+        assert self.mixed_lengths or len({len(prefix.token_ids) for prefix in prefixes}) == 1
+        self.read += [list(prefix.token_ids) for prefix in prefixes]
+        self.prefixes |= {prefix.slot: list(prefix.token_ids) for prefix in prefixes}
+        assert max(self.prefixes) < self.capacity.prompts
+
+    def add(self, begun, continued, waiting):
+        assert self.refills or not self.rows
+        for t in begun:
+            assert self.prefixes[t.prefix.slot] == list(t.prefix.token_ids)
+            self.rows[t.slot] = list(t.prefix.token_ids)
+        for t in (*begun, *continued):
+            self.rows[t.slot] += t.unread
+            self.read += [t.unread] if t.unread else []
+            t.unread = []
+        self.busiest = max(self.busiest, len(self.rows))
+        assert max(self.rows) < self.capacity.rows
+
+    def draw(self, trajectories):
+        texts = [self.rows[t.slot] for t in trajectories]
+        drawn = [(sum((n + 3) * token for n, token in enumerate(text)) % 977) % VOCABULARY for text in texts]
+        logps = [-float(token) for token in drawn]
+        return Draw(drawn, logps, logps, [not self.fails(text) for text in texts])
+
+    def step(self, trajectories):
+        for t in trajectories:
+            self.rows[t.slot].append(t.tokens[-1])
+
+    def release(self, slots):
+        for slot in slots:
+            del self.rows[slot]
 
     def drop(self, prefixes):
         for prefix in prefixes:
-            del self.prefixes[prefix]
-
-    def add(self, trajectories, waiting):
-        assert self.refills or not self.rows
-        assert waiting is None or waiting in self.prefixes or all(t.prefix != waiting for t in trajectories)
-        for t in trajectories:
-            before = self.prefixes[t.prefix] if t.handle is None else self.parked.pop(t.handle)
-            self.rows.append([*before, *t.unread])
-            self.read += [t.unread] if t.unread else []
-            t.handle, t.unread = None, []
-        self.busiest = max(self.busiest, len(self.rows) + len(self.parked))
-        assert self.busiest <= self.capacity.rows
-
-    def draw(self):
-        self.drawn = [(sum((n + 3) * token for n, token in enumerate(text)) % 977) % VOCABULARY for text in self.rows]
-        logps = [-float(token) for token in self.drawn]
-        return Draw(self.drawn, logps, logps, [not self.fails(text) for text in self.rows])
-
-    def step(self):
-        self.rows = [[*text, token] for text, token in zip(self.rows, self.drawn, strict=True)]
-
-    def park(self, row):
-        handle = next(self.handles)
-        self.parked[handle] = self.rows[row]
-        return handle
-
-    def release(self, handle):
-        del self.parked[handle]
-
-    def remove(self, rows):
-        order = order_after_removal(rows, len(self.rows))
-        self.rows, self.drawn = [self.rows[row] for row in order], [self.drawn[row] for row in order]
+            del self.prefixes[prefix.slot]
 
 
 def trajectories(sampling, samples=3, prompts=PROMPTS, continues=False):
@@ -152,6 +147,7 @@ def test_parked_rows_count_and_others_decode_on():
     assert set(scheduler.parked) == {100, 101}
     assert scheduler.unfinished == 2
     assert runner.busiest == 4
+    assert list(runner.rows) == [t.slot for t in waits] == [0, 1]
     assert len(runner.prefixes) == 1  # the prompt of the parked rows
     assert all((ended[t.number].tokens, FinishReason.LENGTH) == alone(t) for t in others)
     scheduler.release(100)
@@ -172,7 +168,7 @@ def test_rows_that_grow_stay_within_their_tokens(monkeypatch, row_tokens):
     scheduler.submit(submitted)
     for step in itertools.count():
         ended = scheduler.advance()
-        held = len(scheduler.active) + sum(t.handle is not None for t in scheduler.parked.values())
+        held = len(scheduler.active) + sum(t.slot is not None for t in scheduler.parked.values())
         longest = max((len(t.tokens) for t in scheduler.active), default=0)
         assert held <= capacity.rows_of(longest) or len(scheduler.active) <= 1
         if ended is None and not scheduler.parked:
@@ -219,7 +215,7 @@ def test_cancelled_trajectories_that_were_extended_leave_no_row():
     submitted[0].extend([5], rewrite=False, vocab_size=VOCABULARY)
     scheduler.resume(0)
     assert scheduler.cancel() == [submitted[0]]
-    assert list(runner.parked) == [submitted[1].handle]
+    assert list(runner.rows) == [submitted[1].slot]
 
 
 @each(

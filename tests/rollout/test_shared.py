@@ -9,8 +9,8 @@ from cohort.policy import Policy, Precision, load_policy
 from cohort.rollout import LocalEngine
 from cohort.rollout import backend as backends
 from cohort.rollout.backend import plan
+from cohort.rollout.cached import CachedBackend, CastWeights, ModuleBody
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.shared import CastWeights, SharedBackend
 from tests.families.configs import small_model
 from tests.rollout.test_local_engine import LetterTokenizer
 
@@ -20,7 +20,7 @@ FLOAT32, MIXED = Precision(torch.float32, torch.float32), Precision(torch.float3
 def test_states_count_against_the_memory():
     """A delta rule of 4 x 8 x 8 numbers and tails of 3 x (16 + 16 + 32), one attention layer of 2 x 2 x 8, float32."""
     backend = LocalEngine(Policy(small_model("qwen3_next"), FLOAT32), LetterTokenizer(), (1,)).backend
-    assert isinstance(backend, SharedBackend)
+    assert isinstance(backend.body, ModuleBody)
     assert backend.token_bytes == 4 * 32
     assert backend.row_bytes == 4 * (256 + 192)
     sizes = {"max_rows": 100, "token_bytes": 1, "token_multiple": 1, "device": torch.device("cpu")}
@@ -45,11 +45,11 @@ def test_weights_are_cast_once_and_given_back():
     """The bits are those of autocast, which casts them in each step."""
     policy = Policy(small_model("lfm2_moe"), MIXED)
     before = {name: (weight.data_ptr(), weight.dtype) for name, weight in policy.model.named_parameters()}
-    backend = SharedBackend(policy)
+    backend = CachedBackend(ModuleBody(policy))
     backend.begin(Capacity(2, 1, 4, 8))
-    prefilled = backend.prefill([[5, 9, 20, 3]])
-    backend.add_rows([0, 0])
-    stepped = backend.step(torch.tensor([4, 7]))
+    prefilled = backend.prefill([0], [[5, 9, 20, 3]])
+    backend.add_rows([0, 1], [0, 0])
+    stepped = backend.step([0, 1], torch.tensor([4, 7]))
     weights = CastWeights(policy)
     with weights.used():
         linears = [(n, m.weight.dtype) for n, m in policy.model.named_modules() if isinstance(m, torch.nn.Linear)]
@@ -58,10 +58,10 @@ def test_weights_are_cast_once_and_given_back():
     backend.end()
     assert before == {name: (weight.data_ptr(), weight.dtype) for name, weight in policy.model.named_parameters()}
     backend.begin(Capacity(2, 1, 4, 8))
-    backend._weights = None
-    assert torch.equal(backend.prefill([[5, 9, 20, 3]]), prefilled)
-    backend.add_rows([0, 0])
-    assert torch.equal(backend.step(torch.tensor([4, 7])), stepped)
+    backend.body._weights = None
+    assert torch.equal(backend.prefill([0], [[5, 9, 20, 3]]), prefilled)
+    backend.add_rows([0, 1], [0, 0])
+    assert torch.equal(backend.step([0, 1], torch.tensor([4, 7])), stepped)
 
 
 def test_casts_leave_weights_alone_that_a_snapshot_shares():
@@ -89,7 +89,7 @@ def test_a_float32_head_stays_in_float32():
     model = small_model("lfm2_moe")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # untied
     policy = load_policy(model, ModelConfig(precision="bfloat16", float32_head=True), model.config)
-    assert isinstance(LocalEngine(policy, LetterTokenizer(), (1,)).backend, SharedBackend)
+    assert isinstance(LocalEngine(policy, LetterTokenizer(), (1,)).backend.body, ModuleBody)
 
 
 def test_weights_are_given_back_after_an_error():

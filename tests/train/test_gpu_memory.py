@@ -17,14 +17,13 @@ from cohort.config.schema import LoraConfig
 from cohort.objective import PRESETS
 from cohort.parallel import Layout
 from cohort.policy import Policy, Precision, add_adapters, enable_checkpointing
-from cohort.policy.anatomy import Anatomy
 from cohort.policy.choose import find_head
 from cohort.policy.device import forced_kind
 from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import SharedPasses
 from cohort.rewards.runner import Scores
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
-from cohort.rollout.lean import LeanBackend
+from cohort.rollout.cached import CachedBackend, LeanBody
 from cohort.rollout.runner import BackendRunner
 from cohort.rollout.scheduler import Draw
 from cohort.train import Optimizer, StepContext, UpdateResult, assign_advantages, find_budget, lay_out, part_of, update
@@ -110,12 +109,12 @@ def rollout(engine, case):
                 trajectory.tokens[:] = [DRAWN] * (length + 1)
                 trajectory.logps[:] = [-1.0] * (length + 1)
             cache._row_length = [length] * len(cache._row_length)
-            cache._layout = None
+            cache._step = None
         if len(steps) == 5:
             token, rows = END, len(active)
 
-    def drawn(runner):
-        count = len(draw(runner).tokens)
+    def drawn(runner, trajectories):
+        count = len(draw(runner, trajectories).tokens)
         return Draw([token] * count, [-1.0] * count, [-1.0] * count, [True] * count)
 
     prompts = [Prompt(p, p, tuple(range(5, 5 + case.prompt)), "", "", {}) for p in range(case.prompts)]
@@ -173,7 +172,6 @@ def record(case):
         for place in ("rollout.backend", "train.memory", "train.optim"):
             stack.enter_context(mock.patch(f"cohort.{place}.free_bytes", free))
         stack.enter_context(mock.patch("cohort.train.memory.LiveBytes", partial(Peak, recorded)))
-        stack.enter_context(mock.patch("cohort.rollout.weights._packed", return_value=None))
         stack.enter_context(mock.patch("cohort.rollout.local.choose_backend", backend_of))
         stack.enter_context(forced_kind("cuda"))
         stack.enter_context(recorded)
@@ -201,8 +199,8 @@ def record(case):
 
 
 def backend_of(policy, *, native_kernels):
-    backend = LeanBackend(policy, Anatomy.of(policy.model))
-    backend._cache_dtype = PRECISION.compute
+    backend = CachedBackend(LeanBody(policy))
+    backend.dtype = PRECISION.compute
     return backend
 
 

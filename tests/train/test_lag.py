@@ -332,11 +332,11 @@ def test_closing_the_iterator_ends_what_is_pending(demo_tokenizer, tmp_path, mon
     if where == "sampling":
         real = trainer.engine.backend.step
 
-        def slow(tokens):
+        def slow(slots, tokens):
             if threading.current_thread().name == "rollout-2":
                 reached.set()
                 time.sleep(0.05)
-            return real(tokens)
+            return real(slots, tokens)
 
         monkeypatch.setattr(trainer.engine.backend, "step", slow)
     steps = trainer.steps()

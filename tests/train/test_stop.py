@@ -347,13 +347,13 @@ def stops_in_sampling(trainer, rollout, decodes, updates):
     real, calls, trained = trainer.engine.backend.step, [], threading.Event()
     real_update = trainer.optimizer.step
 
-    def step(tokens):
+    def step(slots, tokens):
         if threading.current_thread().name == f"rollout-{rollout + 1}":
             calls.append(len(tokens))
             if len(calls) == decodes:
                 assert trained.wait(30)
                 trainer.stop()
-        return real(tokens)
+        return real(slots, tokens)
 
     def update(*arguments):
         done = real_update(*arguments)

@@ -383,17 +383,6 @@ class Anatomy:
         """All linear maps, the head last."""
         return [linear for layer in self.layers for linear in layer.linears] + [self.head]
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """The residual stream before the first layer."""
-        x: Tensor = self.embedding(ids)
-        return x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
-
-    def rope_tables(self, length: int, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """Cosines and sines of positions 0 to ``length - 1``, ``[length, R]`` each, by kind of rotation."""
-        like = torch.empty(0, dtype=dtype, device=self.norm.weight.device)
-        positions = torch.arange(length, device=like.device)
-        return {kind: self.angles(kind, positions, like) for kind in self.rotations}
-
     @property
     def rotations(self) -> set[str]:
         """The kinds of rotation of the layers."""

@@ -39,6 +39,7 @@ class Fused:
     def __init__(self, native: bool, wide: torch.dtype, narrow: torch.dtype, *, compiled: bool = False) -> None:
         self.native, self.wide, self.narrow = native, wide, narrow
         self._by_torch: Callable[[Any], Any] = compiled_once if compiled else lambda function: function
+        self._single = not (native or compiled)
 
     def norm(self, x: Tensor, factor: Tensor, eps: float, *, centred: bool = False, wide: bool = False) -> Tensor:
         """``x / sqrt(mean(x^2) + eps) * factor``, over the last axis; if centred, of x without its mean.
@@ -54,8 +55,7 @@ class Fused:
         if centred:
             return functional.layer_norm(x.to(self.wide), x.shape[-1:], factor, eps=eps).to(dtype)
         if not self.native:
-            normed: Tensor = self._by_torch(_normed)(x, factor, eps, dtype)
-            return normed
+            return self._by_torch(_normed)(x, factor, eps, dtype)  # type: ignore[no-any-return]
         out: Tensor = _AddNorm.apply(x, None, factor, eps, dtype)  # type: ignore[no-untyped-call]
         return out
 
@@ -67,19 +67,22 @@ class Fused:
             x = x if update is None else x + update
             return x, self.norm(x, factor, eps, centred=centred)
         if not self.native:
-            both: tuple[Tensor, Tensor] = self._by_torch(_add_normed)(x, update, factor, eps, self.narrow)
-            return both
+            return self._by_torch(_add_normed)(x, update, factor, eps, self.narrow)  # type: ignore[no-any-return]
         pair: tuple[Tensor, Tensor] = _AddNorm.apply(x, update, factor, eps, self.narrow)  # type: ignore[no-untyped-call]
         return pair
 
-    def rotate(self, x_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, neighbours: bool = False) -> Tensor:
-        """Rotary embedding of the first R dimensions of a head in the narrow dtype: ``[x1, x2] -> [x1 cos - x2 sin,
-        x2 cos + x1 sin]`` with their halves x1 and x2, or with neighbours x1 and x2."""
-        if self.native:
-            out: Tensor = _Rotate.apply(x_TAD, cos_TR, sin_TR, self.narrow, neighbours)  # type: ignore[no-untyped-call]
-            return out
-        turned: Tensor = self._by_torch(_turned)(x_TAD, cos_TR, sin_TR, self.narrow, neighbours)
-        return turned
+    def rotate(
+        self, q_TAD: Tensor, k_TAD: Tensor, cos_TR: Tensor, sin_TR: Tensor, *, neighbours: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Rotary embedding of the first R dimensions of queries and keys in the narrow dtype: ``[x1, x2] -> [x1 cos -
+        x2 sin, x2 cos + x1 sin]`` with the halves x1 and x2 of a head, or with neighbours x1 and x2."""
+        turn = _Rotate.apply if self.native else self._by_torch(_turned)
+        # Few tokens of a decode step: fewer operations.
+        joined = self._single and not torch.is_grad_enabled()
+        parts = [torch.cat([q_TAD, k_TAD], 1)] if joined else [q_TAD, k_TAD]
+        turned = [turn(part, cos_TR, sin_TR, self.narrow, neighbours) for part in parts]
+        q, k = turned[0].split([q_TAD.shape[1], k_TAD.shape[1]], 1) if joined else turned
+        return q, k
 
     def gate(self, *parts: Tensor, gelu: bool, wide: bool = False) -> Tensor:
         """``SiLU(gate) * up``, or with the tanh form of GELU, in the narrow dtype, or in the wide one.
@@ -94,8 +97,7 @@ class Fused:
         if self.native:
             out: Tensor = _Gate.apply(gelu, *parts)  # type: ignore[no-untyped-call]
             return out
-        active: Tensor = self._by_torch(_active)(*_gate_and_up(parts), gelu)
-        return active
+        return self._by_torch(_active)(*_gate_and_up(parts), gelu)  # type: ignore[no-any-return]
 
 
 def _normed(x: Tensor, factor: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

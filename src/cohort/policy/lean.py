@@ -21,7 +21,7 @@ from cohort.policy.fused import Fused, gated, split_gate, try_compiled
 from cohort.policy.head import gradient_of, in_like_shapes
 from cohort.policy.narrow import takes_in_place
 from cohort.policy.parts import Experts, Gated, Norm, need
-from cohort.policy.passes import Hidden, PackedPass
+from cohort.policy.passes import Hidden, Mixing
 from cohort.policy.routing import replaying
 
 Angles = dict[str, tuple[Tensor, Tensor]]
@@ -34,6 +34,8 @@ class LeanLayers:
     Args:
         model: the model.
         compiled: whether torch compiles what lies between the products.
+        anatomy: its layers, if others than its modules compute the products.
+        native: whether native kernels may compute what lies between them.
 
     Raises:
         UnsupportedModel: ``Anatomy`` cannot read it.
@@ -42,27 +44,29 @@ class LeanLayers:
 
     returns_keys = True
 
-    def __init__(self, model: ComputeModel, *, compiled: bool = False) -> None:
+    def __init__(
+        self, model: ComputeModel, *, compiled: bool = False, anatomy: Anatomy | None = None, native: bool = True
+    ) -> None:
         self.model = model
-        self.anatomy = Anatomy.of(model.model)
+        self.anatomy = Anatomy.of(model.model) if anatomy is None else anatomy
         counted = self.anatomy.has_experts and model.router_aux_loss_coef
         need(not counted, "the load-balancing loss needs what routers say")
         wide = torch.promote_types(model.precision.master, torch.float32)
-        self.fused = Fused(not model.why_no_kernels(), wide, model.precision.compute, compiled=compiled)
+        self.fused = Fused(native and not model.why_no_kernels(), wide, model.precision.compute, compiled=compiled)
         if compiled:
             try_compiled(model.device, model.precision.compute)
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: Mixing) -> Hidden:
         """See ``Body``."""
         run = partial(self.run, range(len(self.anatomy.layers)), ids_T, positions_T, packed)
         found = Hidden(call_gathered(self.model.model, run))
         return packed.select(found) if packed.drawn_N is None else found.select(slice(len(packed.drawn_N)))
 
-    def run(self, layers: range, given: Tensor, positions_T: Tensor, packed: PackedPass) -> Tensor:
+    def run(self, layers: range, given: Tensor, positions_T: Tensor, packed: Mixing) -> Tensor:
         """Neighbouring layers: from token ids, or from the residual stream before the first of them, to the residual
         stream; after the last layer of all, to hidden states."""
         with self.model.compute():
-            x = given if layers.start else self._embed(given)
+            x = given if layers.start else self.embed(given)
             angles = {kind: self.anatomy.angles(kind, positions_T, x[:0]) for kind in self.anatomy.rotations}
             update: Tensor | None = None
             for number in layers:
@@ -72,7 +76,7 @@ class LeanLayers:
             return self._add_norm(x, update, norm)[norm is not None]
 
     def _outputs(
-        self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
+        self, number: int, angles: Angles, packed: Mixing, x: Tensor, update: Tensor | None
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...] | None]:
         """The result of ``_layer``, and the keys and values that the pass reads: gradients come back through them."""
         layer, arguments = self.anatomy.layers[number].module, (number, angles, packed, x, update)
@@ -89,7 +93,8 @@ class LeanLayers:
             packed.read |= {key: tuple(part.clone() for part in packed.read[key]) for key in own}
         return x, update, tuple(part for key in own for part in packed.read[key])
 
-    def _embed(self, ids_T: Tensor) -> Tensor:
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """The residual stream before the first layer."""
         x = self._looked_up(ids_T).to(self.fused.wide)
         return x if self.anatomy.embedding_multiplier == 1 else x * self.anatomy.embedding_multiplier
 
@@ -107,7 +112,7 @@ class LeanLayers:
             return self._layer(*arguments)
 
     def _layer(
-        self, number: int, angles: Angles, packed: PackedPass, x: Tensor, update: Tensor | None
+        self, number: int, angles: Angles, packed: Mixing, x: Tensor, update: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream and the update that is added to it next, before and after a layer; after the last layer
         only those of the tokens that ``packed.select`` selects."""
@@ -128,10 +133,11 @@ class LeanLayers:
         x, normed = self._add_norm(x, update, layer.before_mlp)
         return x, self._scaled(self._mlp(layer.mlp, normed, packed.routes_T, drawn_N), layer.after_mlp)
 
-    def _only_keys(self, number: int, packed: PackedPass) -> bool:
-        return number == packed.only_keys_of or (packed.read is not None and number + 1 == len(self.anatomy.layers))
+    def _only_keys(self, number: int, packed: Mixing) -> bool:
+        only_reads = packed.read is not None and packed.drawn_N is None
+        return number == packed.only_keys_of or (only_reads and number + 1 == len(self.anatomy.layers))
 
-    def _mixed(self, number: int, normed: Tensor, angles: Angles, packed: PackedPass, drawn_N: Tensor | None) -> Tensor:
+    def _mixed(self, number: int, normed: Tensor, angles: Angles, packed: Mixing, drawn_N: Tensor | None) -> Tensor:
         """What a layer projects to its first update, ``[T, width]``; of a pass that only reads, nothing in its last
         layer."""
         anatomy, layer = self.anatomy, self.anatomy.layers[number]
@@ -149,7 +155,7 @@ class LeanLayers:
         anatomy, fused, whole = self.anatomy, self.fused, layer.norms_whole(self.anatomy.head_dim)
 
         def norms(q: Tensor, k: Tensor) -> Sequence[Tensor]:
-            return [self._norm(part, norm) for part, norm in zip((q, k), layer.qk_norms or (), strict=True)]
+            return [self.norm(part, norm) for part, norm in zip((q, k), layer.qk_norms or (), strict=True)]
 
         q, k, v = layer.qkv.apart(layer.qkv.beside(normed))
         q, gate = split_gate(q, anatomy.head_dim) if layer.gated else (q, None)
@@ -160,7 +166,7 @@ class LeanLayers:
         if normed_by_head and not layer.normed_after_rotation:
             q, k = norms(q, k)
         if layer.rope is not None:
-            q, k = (fused.rotate(part, *angles[layer.rope], neighbours=anatomy.neighbours) for part in (q, k))
+            q, k = fused.rotate(q, k, *angles[layer.rope], neighbours=anatomy.neighbours)
         if normed_by_head and layer.normed_after_rotation:
             q, k = norms(q, k)
         return [part.to(fused.narrow).transpose(0, 1) for part in (q, k, v)], gate
@@ -176,7 +182,7 @@ class LeanLayers:
     def _scaled(self, update: Tensor, norm: Norm | None) -> Tensor:
         """An update as it is added to the residual stream."""
         if norm is not None:
-            update = self._norm(update, norm, wide=True)
+            update = self.norm(update, norm, wide=True)
         return update if self.anatomy.residual_multiplier == 1 else update * self.anatomy.residual_multiplier
 
     def _add_norm(self, x: Tensor, update: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
@@ -185,7 +191,8 @@ class LeanLayers:
             return x, x.to(self.fused.narrow)
         return self.fused.add_norm(x, update, norm.factor(self.fused.wide), norm.eps, centred=norm.centred)
 
-    def _norm(self, x: Tensor, norm: Norm, *, wide: bool = False) -> Tensor:
+    def norm(self, x: Tensor, norm: Norm, *, wide: bool = False) -> Tensor:
+        """A norm over the last axis."""
         return self.fused.norm(x, norm.factor(self.fused.wide), norm.eps, centred=norm.centred, wide=wide)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from cohort.parallel.full import class_before_sharding
+from cohort.policy.experts import used
 from cohort.policy.narrow import outputs_beside
 
 
@@ -163,11 +163,6 @@ class Norm:
         weight = self.weight.to(dtype)
         return 1 + weight if self.shifted else weight
 
-    def of_rows(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The norm over the last axis, by torch."""
-        norm = functional.layer_norm if self.centred else functional.rms_norm
-        return norm(x, x.shape[-1:], factor, eps=self.eps)
-
 
 GATED = (
     ("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
@@ -209,6 +204,8 @@ class Experts:
 
     owner: Any
     """The layer, which has it as ``mlp``."""
+    prepared: Any = None
+    """What computes the experts of few tokens; see ``experts.used``. None: their module."""
 
     @property
     def module(self) -> Any:
@@ -217,6 +214,7 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, H]`` to ``[T, H]``."""
-        out: Any = self.owner.mlp(x[None])
+        with used(self.prepared):
+            out: Any = self.owner.mlp(x[None])
         found: Tensor = out[0] if isinstance(out, tuple) else out  # some return what the router said, too
         return found[0]

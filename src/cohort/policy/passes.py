@@ -136,9 +136,18 @@ class Mixing(Recurring, Protocol):
     """T. Tokens after them are padding."""
     routes_T: Tensor | None
     """How they are routed in a mixture of experts, ``[T, L, K]``; None: freely."""
+    read: KeysValues | None
+    """Receives keys, values and states. None: they are not kept."""
+    drawn_N: Tensor | None
+    """The tokens whose hidden states are needed. None: of a pass that reads, none; of another, all."""
+    only_keys_of: int | None
+    """The layer of whose results only keys and values are needed. None: of no layer."""
 
     def select(self, found: Hidden) -> Hidden:
         """The hidden states that are needed, from those of all tokens."""
+
+    def record(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store a layer's keys and values, if they are kept."""
 
     def attend(
         self,
@@ -161,7 +170,7 @@ class Body(Protocol):
     returns_keys: bool
     """Whether each layer returns the keys and values that a pass reads, as ``call_gathered`` wants it."""
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: PackedPass) -> Hidden:
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, packed: Mixing) -> Hidden:
         """The last hidden states of the tokens that ``packed.select`` selects. They have no meaning in a pass that only
         reads keys and values. Tokens after those that ``packed`` knows are padding."""
 

@@ -1,4 +1,4 @@
-"""What turns tokens into logits for the sampler: the interface that the lean path and the generic paths share."""
+"""What turns tokens into logits for the sampler, and how many trajectories it can have at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ PREFILL_TOKENS = 4096
 
 
 class Backend:
-    """Keys and values of prompts and of rows, both numbered densely from 0. A row is a trajectory that is being
-    decoded.
-
-    When entries are removed, the last ones take their numbers; ``order_after_removal`` tells the caller how.
+    """Turns tokens into logits, and keeps what it computes of prompts and of rows in slots, which the caller numbers. A
+    row is a trajectory that is decoded or parked; it has its slot until its end.
     """
 
     refills: bool
@@ -31,10 +29,10 @@ class Backend:
     mixed_lengths: bool
     """Whether prompts of different length may be prefilled together."""
     keeps_rows: bool = False
-    """Whether rows can be parked: ``park``, ``resume``, ``release`` and ``extend`` work."""
+    """Whether rows can wait while others are decoded, and be given tokens: ``extend`` works."""
     grows: bool = False
     """Whether the rooms of rows grow with their lengths; see ``Capacity.row_tokens``."""
-    token_multiple: int
+    token_multiple: int = 1
     """Lengths are rounded up to a multiple of this in memory."""
     description: str
     """Shown at the start of a run."""
@@ -58,41 +56,27 @@ class Backend:
     def sleep(self) -> None:
         """Free what is kept between calls and can be made again."""
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts, numbered after those held; the logits of their next tokens, ``[len(prompts), V]``."""
+    def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read prompts into slots; the logits of their next tokens, ``[len(prompts), V]``."""
         raise NotImplementedError
 
-    def add_rows(self, prompts: Sequence[int]) -> None:
-        """New rows after those there are, each a continuation of the given prompt."""
+    def add_rows(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
+        """Begin rows, each after the prompt in the given slot."""
         raise NotImplementedError
 
-    def step(self, tokens_S: Tensor) -> Tensor:
-        """Read one token for every row; the logits of the next ones, ``[S, V]``."""
+    def step(self, slots: Sequence[int], tokens_S: Tensor) -> Tensor:
+        """Read one token for each of these rows; the logits of the next ones, ``[S, V]``."""
         raise NotImplementedError
 
-    def remove_rows(self, rows: Sequence[int]) -> None:
+    def extend(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """Read tokens for some rows; the logits of their next tokens, ``[len(slots), V]``."""
+        raise NotImplementedError
+
+    def release(self, slots: Sequence[int]) -> None:
         """Forget rows."""
-        raise NotImplementedError
 
-    def remove_prompts(self, prompts: Sequence[int]) -> None:
-        """Forget prompts that no row uses, parked ones included."""
-        raise NotImplementedError
-
-    def park(self, row: int) -> int:
-        """Keep the keys and values of a row, which is removed next; returns a handle."""
-        raise NotImplementedError
-
-    def resume(self, handles: Sequence[int]) -> None:
-        """New rows after those there are, with the keys and values of parked ones. The handles end."""
-        raise NotImplementedError
-
-    def release(self, handle: int) -> None:
-        """Forget a parked row."""
-        raise NotImplementedError
-
-    def extend(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
-        """Read tokens for some rows; the logits of their next tokens, ``[len(rows), V]``."""
-        raise NotImplementedError
+    def remove_prompts(self, slots: Sequence[int]) -> None:
+        """Forget prompts that no row needs."""
 
 
 def texts_together(texts: Sequence[Sequence[int]]) -> list[slice]:

@@ -1,15 +1,17 @@
-"""Keys and values of prompts, stored once per group, and of rows, whose rooms grow with the longest. Densely packed."""
+"""What a sampler keeps of prompts, once per group, and of rows: keys and values, and the states of recurrent layers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity, moves_for_removal, order_after_removal, round_up
+from cohort.policy.passes import KeysValues
+from cohort.policy.recurrent import StateKey
+from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity, round_up
 
 PREFILL_MULTIPLE = 64
 """Prefills are padded to a multiple of this many tokens: oneDNN caches the code that it compiles for each shape."""
@@ -25,328 +27,482 @@ def padded_rows(count: int) -> int:
     return max(LEAST_ROWS, round_up(count, ROW_MULTIPLE))
 
 
+class Rows:
+    """The places in memory of rows or prompts, which are known by their slots: n of them have places 0 to n - 1, so
+    that products compute nothing for places that are free. When some end, the last ones are moved."""
+
+    def __init__(self) -> None:
+        self._slots: list[int] = []  # by place
+        self._places: dict[int, int] = {}
+
+    def add(self, slots: Sequence[int]) -> list[int]:
+        """The places of slots, which need not be new."""
+        for slot in slots:
+            if slot not in self._places:
+                self._places[slot] = len(self._slots)
+                self._slots.append(slot)
+        return self.places(slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def places(self, slots: Sequence[int]) -> list[int]:
+        """The places of slots."""
+        return [self._places[slot] for slot in slots]
+
+    def release(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Forget slots; returns the moves ``(from, to)`` by which the last entries fill the gaps."""
+        gone = set(self.places(slots))
+        left = len(self._slots) - len(gone)
+        movers = [place for place in range(left, len(self._slots)) if place not in gone]
+        moves = list(zip(movers, sorted(hole for hole in gone if hole < left), strict=True))
+        for source, target in moves:
+            self._slots[target] = self._slots[source]
+        del self._slots[left:]
+        self._places = {slot: place for place, slot in enumerate(self._slots)}
+        return moves
+
+
+class Fixed(Rows):
+    """Places that are the slots themselves: for kernels that find each row by itself."""
+
+    def add(self, slots: Sequence[int]) -> list[int]:
+        """See ``Rows``."""
+        return list(slots)
+
+    places = add
+
+    def release(self, slots: Sequence[int]) -> list[tuple[int, int]]:  # noqa: ARG002
+        """See ``Rows``."""
+        return []
+
+
+class Places:
+    """Where the rows of a step are in memory, in rising order. A step reads a view of the places up to its last row
+    when it has at least half of them, and copies its rows when it has fewer, as when most of them wait: a row's bits do
+    not depend on which.
+
+    Axis letters: S rows of the step, R places of the view or copy.
+
+    Args:
+        places: of the rows.
+        device: of the tensors.
+        share: the least share of the places that a view is taken for. 1 where a step writes to all of the view.
+    """
+
+    def __init__(self, places: Sequence[int], device: torch.device, *, share: float = 0.5) -> None:
+        self.count, span = len(places), places[-1] + 1
+        self.viewed = self.count >= share * span
+        self.length = span if self.viewed else self.count
+        """R."""
+        self._places = torch.tensor(places, device=device)
+        self._index = self._places if self.count < self.length else None
+
+    def of(self, stored: Tensor) -> Tensor:
+        """What is stored at the places, on axis R."""
+        return stored[: self.length] if self.viewed else stored.index_select(0, self._places)
+
+    def spread(self, entries_S: Tensor) -> Tensor:
+        """From axis S to axis R, with zeros for places of other rows."""
+        if self._index is None:
+            return entries_S
+        return entries_S.new_zeros(self.length, *entries_S.shape[1:]).index_copy_(0, self._index, entries_S)
+
+    def collect(self, entries_R: Tensor) -> Tensor:
+        """From axis R to axis S."""
+        return entries_R if self._index is None else entries_R.index_select(0, self._index)
+
+    def store(self, stored: Tensor, entries_R: Tensor) -> None:
+        """Write back what ``of`` returned and the step changed."""
+        if not self.viewed:
+            stored.index_copy_(0, self._places, entries_R)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of one layer's attention."""
+
+    group: int
+    """Query heads per key-value head."""
+    count: int
+    """K: key-value heads."""
+    key_width: int
+    value_width: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of the keys and values of one token."""
+        return self.count * (self.key_width + self.value_width)
+
+
 class GroupCache:
-    """Keys and values of the prompts and rows of a ``LeanBackend``, in torch tensors.
+    """Keys and values of prompts and rows, by their places, in torch tensors. The rooms of rows grow with the longest.
 
     Args:
         capacity: how much is stored at a time.
-        layers, heads, width: of the model; ``heads`` are key-value heads.
+        layers: the attention of each layer, by the layer's number.
         dtype, device: of the stored tensors.
-        group: query heads per key-value head.
     """
 
     def __init__(
-        self,
-        capacity: Capacity,
-        *,
-        layers: int,
-        heads: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: int,
+        self, capacity: Capacity, layers: Mapping[int, Heads], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        prompt_length = round_up(capacity.prompt_length, TOKEN_MULTIPLE)
-        self._heads, self.width, self._group, self._device = heads, width, group, device
+        self.layers, self.dtype, self.device = layers, dtype, device
         # Not cleared as a whole: unused memory is never touched.
         self._capacity, room = capacity, capacity.room_of(1, 1)
         self._held = capacity.rows_of(room), room  # rows and tokens of each; a model may have no attention layers
-        shape = (2, self._held[0], heads, room, width)
-        self._own = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self._prompts = torch.empty(
-            2, layers, capacity.prompts, heads, prompt_length, width, dtype=dtype, device=device
-        )
-        self._cleared = 0
+        prompt_length = round_up(capacity.prompt_length, TOKEN_MULTIPLE)
+        self.own = {layer: self._pair(heads, *self._held) for layer, heads in layers.items()}
+        """Keys and values of rows, by layer: ``[places, K, room, width]`` each."""
+        self.prompts = {layer: self._pair(heads, capacity.prompts, prompt_length) for layer, heads in layers.items()}
+        """Those of prompts."""
+        self._cleared, self._prompt_room = 0, capacity.prompts * prompt_length
         self._row_prompt: list[int] = []
         self._row_length: list[int] = []
         self._prompt_length: list[int] = []
-        self._parked: dict[int, tuple[list[Tensor], int, int]] = {}  # keys and values, prompt, length
-        self._handles = count()
-        self._layout: Layout | None = None
+        self._step: GroupStep | None = None
+
+    def _pair(self, heads: Heads, count: int, room: int) -> tuple[Tensor, Tensor]:
+        shapes = ((count, heads.count, room, width) for width in (heads.key_width, heads.value_width))
+        keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
+        return keys, values
 
     @property
     def tokens(self) -> int:
         """Tokens for which memory is allocated."""
         rows, room = self._held
-        return rows * room + self._prompts.shape[2] * self._prompts.shape[4]
+        return rows * room + self._prompt_room
 
-    def add_prompts(self, lengths: Sequence[int]) -> int:
-        """Make room for prompts; returns the number of the first."""
-        first = len(self._prompt_length)
-        for prompt, length in enumerate(lengths, first):
-            self._prompts[:, :, prompt, :, length:].zero_()  # masked memory must not hold NaN
-        self._prompt_length += lengths
-        self._layout = None
-        return first
+    @property
+    def room(self) -> int:
+        """Tokens that a row has room for."""
+        return self._held[1]
 
-    def write_prompt(self, layer: int, prompt: int, k_XKD: Tensor, v_XKD: Tensor) -> None:
-        """Store a prompt's keys and values in one layer."""
-        length = k_XKD.shape[0]
-        self._prompts[0, layer, prompt, :, :length] = k_XKD.transpose(0, 1)
-        self._prompts[1, layer, prompt, :, :length] = v_XKD.transpose(0, 1)
+    def add_prompts(self, places: Sequence[int], lengths: Sequence[int], found: KeysValues) -> None:
+        """Store the keys and values of prompts, ``[K, X, width]`` each, by layer, end to end."""
+        for layer, both in self.prompts.items():
+            for stored, new_KXD in zip(both, found[layer], strict=True):
+                for place, part in zip(places, new_KXD.split([*lengths], 1), strict=True):
+                    stored[place, :, : part.shape[1]] = part
+                    stored[place, :, part.shape[1] :].zero_()  # masked memory must not hold NaN
+        for place, length in zip(places, lengths, strict=True):
+            _put(self._prompt_length, place, length)
+        self._step = None
 
-    def add_rows(self, prompts: Sequence[int]) -> None:
-        """Add rows without tokens, each after the given prompt."""
-        first = len(self._row_prompt)
-        self._fit(0, first + len(prompts))
-        for own in self._own:
-            own[:, first : first + len(prompts), :, : self._cleared].zero_()
-        self._row_prompt += prompts
-        self._row_length += [0] * len(prompts)
-        self._layout = None
+    def add_rows(self, places: Sequence[int], prompts: Sequence[int]) -> None:
+        """Begin rows without tokens, each after the given prompt."""
+        for place, prompt in zip(places, prompts, strict=True):
+            _put(self._row_prompt, place, prompt)
+            _put(self._row_length, place, 0)
+        self._fit(0)
+        for both in self.own.values():
+            for own in both:
+                for place in places:
+                    own[place, :, : self._cleared].zero_()
+        self._step = None
 
-    def remove_rows(self, rows: Sequence[int]) -> None:
-        """Forget rows; the last ones take their numbers."""
-        for source, target in moves_for_removal(rows, len(self._row_prompt)):
-            for own in self._own:
-                own[:, target, :, : self._cleared] = own[:, source, :, : self._cleared]
-        order = order_after_removal(rows, len(self._row_prompt))
-        self._row_prompt = [self._row_prompt[row] for row in order]
-        self._row_length = [self._row_length[row] for row in order]
-        self._layout = None
+    def remove_rows(self, moves: Sequence[tuple[int, int]], left: int) -> None:
+        """Move rows ``(from, to)``, and forget all after those that are left."""
+        for both in self.own.values():
+            for own in both:
+                for source, target in moves:
+                    own[target, :, : self._cleared] = own[source, :, : self._cleared]
+        _remove(self._row_prompt, moves, left)
+        _remove(self._row_length, moves, left)
+        self._step = None
 
-    def remove_prompts(self, prompts: Sequence[int]) -> None:
-        """Forget prompts; the last ones take their numbers."""
-        moves = moves_for_removal(prompts, len(self._prompt_length))
-        for source, target in moves:
-            self._prompts[:, :, target] = self._prompts[:, :, source]
-        order = order_after_removal(prompts, len(self._prompt_length))
-        self._prompt_length = [self._prompt_length[prompt] for prompt in order]
+    def remove_prompts(self, moves: Sequence[tuple[int, int]], left: int) -> None:
+        """Move prompts ``(from, to)``, and forget all after those that are left."""
+        for both in self.prompts.values():
+            for stored in both:
+                for source, target in moves:
+                    stored[target] = stored[source]
         moved = dict(moves)
         self._row_prompt = [moved.get(prompt, prompt) for prompt in self._row_prompt]
-        for handle, (kept, prompt, length) in self._parked.items():
-            self._parked[handle] = kept, moved.get(prompt, prompt), length
-        self._layout = None
+        _remove(self._prompt_length, moves, left)
+        self._step = None
 
-    def park(self, row: int) -> int:
-        """Copy the keys and values of a row; returns a handle."""
-        handle, length = next(self._handles), self._row_length[row]
-        kept = [own[:, row, :, :length].clone() for own in self._own]
-        self._parked[handle] = kept, self._row_prompt[row], length
-        return handle
-
-    def resume(self, handles: Sequence[int]) -> None:
-        """Add rows with the keys and values of parked ones."""
-        for handle in handles:
-            kept, prompt, length = self._parked.pop(handle)
-            self._fit(length, len(self._row_prompt) + 1)
-            self.add_rows([prompt])
-            for own, part in zip(self._own, kept, strict=True):
-                own[:, len(self._row_prompt) - 1, :, :length] = part
-            self._row_length[-1] = length
-
-    def release(self, handle: int) -> None:
-        """Forget a parked row."""
-        del self._parked[handle]
-
-    def position(self, row: int) -> int:
+    def position(self, place: int) -> int:
         """Position of the next token of a row, its prompt counted."""
-        return self._prompt_length[self._row_prompt[row]] + self._row_length[row]
+        return self._prompt_length[self._row_prompt[place]] + self._row_length[place]
 
-    def text(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a row's prompt and tokens in one layer, ``[T, K, D]`` each."""
-        prompt, length = self._row_prompt[row], self._row_length[row]
-        k, v = (
-            torch.cat([of_prompts[prompt, :, : self._prompt_length[prompt]], own[:, :length]], dim=1).transpose(0, 1)
-            for own, of_prompts in zip(self._own[layer][:, row], self._prompts[:, layer], strict=True)
-        )
-        return k, v
+    def text(self, layer: int, place: int) -> list[Tensor]:
+        """Keys and values of a row's prompt and tokens in one layer, ``[K, T, width]`` each."""
+        length, prompt = self._row_length[place], self._row_prompt[place]
+        before = self._prompt_length[prompt]
+        pairs = zip(self.prompts[layer], self.own[layer], strict=True)
+        return [torch.cat([of_prompts[prompt, :, :before], own[place, :, :length]], 1) for of_prompts, own in pairs]
 
-    def append(self, layer: int, row: int, k_LKD: Tensor, v_LKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of further tokens of a row in one layer; returns those of the whole text. ``grow``
-        follows after the last layer."""
-        start, prompt = self._row_length[row], self._row_prompt[row]
-        end = start + len(k_LKD)
-        self._fit(end, len(self._row_prompt))
-        self._clear_to(end)
-        whole = []
-        for new, own, of_prompts in zip((k_LKD, v_LKD), self._own[layer][:, row], self._prompts[:, layer], strict=True):
-            own[:, start:end] = new.transpose(0, 1)
-            before = of_prompts[prompt, :, : self._prompt_length[prompt]]
-            whole.append(torch.cat([before, own[:, :end]], dim=1).transpose(0, 1))
-        return whole[0], whole[1]
+    def append(self, places: Sequence[int], lengths: Sequence[int], found: KeysValues) -> None:
+        """Store the keys and values of further tokens of rows, ``[K, L, width]`` each, by layer, end to end."""
+        ends = [self._row_length[place] + length for place, length in zip(places, lengths, strict=True)]
+        self._fit(max(ends))
+        self._clear_to(max(ends))
+        for layer, both in self.own.items():
+            for own, new_KLD in zip(both, found[layer], strict=True):
+                for place, part, end in zip(places, new_KLD.split([*lengths], 1), ends, strict=True):
+                    own[place, :, end - part.shape[1] : end] = part
+        for place, end in zip(places, ends, strict=True):
+            self._row_length[place] = end
+        self._step = None
 
-    def grow(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Count tokens that were appended."""
-        for row, length in zip(rows, lengths, strict=True):
-            self._row_length[row] += length
-        self._layout = None
-
-    def next_layout(self) -> Layout:
-        """The layout of the coming step, in which each row gets one more token."""
-        self._fit(max(self._row_length) + 1, len(self._row_length))
-        if self._layout is None:
-            self._layout = Layout(
-                self._row_prompt,
-                self._row_length,
-                self._prompt_length,
-                heads=self._heads,
-                group_rows=self._group,
-                own_capacity=self._held[1],
-                device=self._device,
-                dtype=self._prompts.dtype,
-            )
+    def next_step(self, places: Sequence[int]) -> GroupStep:
+        """The coming step, in which each of these rows, in rising order, gets one more token."""
+        self._fit(max(self._row_length[place] for place in places) + 1)
+        if self._step is None or self._step.places != places:
+            self._step = GroupStep(self, places, self._row_prompt, self._row_length, self._prompt_length)
         else:
-            self._layout.advance()
-        self._row_length = [length + 1 for length in self._row_length]
-        self._clear_to(self._layout.own_length)
-        return self._layout
+            self._step.advance()
+        for place in places:
+            self._row_length[place] += 1
+        self._clear_to(self._step.own_length)
+        return self._step
 
-    def _fit(self, tokens: int, rows: int) -> None:
-        """Give so many rows room for so many tokens each, and for what they have. Rows are copied a layer at a time, to
-        memory of as many rows as there may then be."""
-        held, room = self._held
+    def _fit(self, tokens: int) -> None:
+        """Give each row room for so many tokens, and for what it has. Rows are copied a layer at a time, to memory of
+        as many rows as there may then be."""
+        (held, room), rows = self._held, len(self._row_length)
         if rows <= held and tokens <= room:
             return
         room = self._capacity.room_of(max([tokens, *self._row_length]), rows)
-        held, count = max(rows, self._capacity.rows_of(room)), len(self._row_prompt)
-        self._held, self._cleared = (held, room), min(self._cleared, room)
-        for layer, own in enumerate(self._own):
-            grown = own.new_empty(2, held, own.shape[2], room, own.shape[4])
-            grown[:, :count, :, : self._cleared] = own[:, :count, :, : self._cleared]
-            self._own[layer] = grown
-        self._layout = None
+        held, copied = max(rows, self._capacity.rows_of(room)), min(rows, held)
+        self._held, self._cleared, self._step = (held, room), min(self._cleared, room), None
+        for layer, heads in self.layers.items():
+            grown = self._pair(heads, held, room)
+            for new, own in zip(grown, self.own[layer], strict=True):
+                new[:copied, :, : self._cleared] = own[:copied, :, : self._cleared]
+            self.own[layer] = grown
 
     def _clear_to(self, length: int) -> None:
         if length > self._cleared:
-            fresh = min(round_up(length, CLEARED_TOKENS), self._held[1])
-            for own in self._own:
-                own[..., self._cleared : fresh, :].zero_()
+            fresh = min(round_up(length, CLEARED_TOKENS), self.room)
+            for both in self.own.values():
+                for own in both:
+                    own[:, :, self._cleared : fresh].zero_()
             self._cleared = fresh
 
-    def write_rows(self, layer: int, layout: Layout, k_SKD: Tensor, v_SKD: Tensor) -> None:
-        """Store the keys and values of each row's newest token in one layer."""
-        for own, new in zip(self._own[layer], (k_SKD, v_SKD), strict=True):
-            own.view(-1, self.width).index_copy_(0, layout.writes, new.reshape(-1, self.width).to(own.dtype))
 
-    def own(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows in one layer, ``[S K, T, D]`` each."""
-        rows = self._own[layer][:, : layout.count, :, : layout.own_length].flatten(1, 2)
-        return rows[0], rows[1]
-
-    def prompts(self, layer: int, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prompts in one layer, ``[P K, X, D]`` each."""
-        prompts = self._prompts[:, layer, : layout.prompts, :, : layout.prompt_length].flatten(1, 2)
-        return prompts[0], prompts[1]
+def _put(entries: list[int], place: int, value: int) -> None:
+    """Write an entry, which may be the next one."""
+    entries[place : place + 1] = [value]
 
 
-class Layout:
-    """Positions and masks of the rows in a decode step, and the way from row order to groups and back.
+def _remove(entries: list[int], moves: Sequence[tuple[int, int]], left: int) -> None:
+    for source, target in moves:
+        entries[target] = entries[source]
+    del entries[left:]
+
+
+class GroupStep:
+    """Positions and masks of the rows in a decode step, and the way from their order to groups and back.
 
     Args:
-        row_prompt: each row's prompt.
-        row_length: its tokens so far; the step adds one.
+        cache: of the rows, which have one token less than in the step.
+        places: of the rows, rising.
+        row_prompt, row_length: the prompt of each row that the cache has, and its tokens before the step.
         prompt_lengths: tokens of each prompt.
-        heads, group_rows: key-value heads, and query heads of each.
-        own_capacity: tokens for which a row has room.
-        device, dtype: of indices and of masks.
     """
 
     def __init__(
         self,
+        cache: GroupCache,
+        places: Sequence[int],
         row_prompt: Sequence[int],
         row_length: Sequence[int],
         prompt_lengths: Sequence[int],
-        *,
-        heads: int,
-        group_rows: int,
-        own_capacity: int,
-        device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
-        self.count = len(row_prompt)
+        device = cache.device
+        self.places, self.layers, self._room = list(places), cache.layers, cache.room
+        self._own, self._prompts = cache.own, cache.prompts  # no reference to the cache, which has one to this
+        self.count = len(places)
         """S: number of rows."""
-        self.padding = padded_rows(len(row_prompt)) - len(row_prompt)
+        self.padding = padded_rows(self.count) - self.count
         """Number of padding rows outside attention."""
-        self.prompts = len(prompt_lengths)
+        self.rows = Places(places, device)
+        self._prompt_count = len(prompt_lengths)
         self.prompt_length = round_up(max(prompt_lengths), TOKEN_MULTIPLE)
-        self._longest = max(row_length)
-        self._own_capacity = own_capacity
-        self._heads, self._group_rows = heads, group_rows
-        self._mask_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self._own_S = torch.tensor(list(row_length), device=device)
-        positions = [prompt_lengths[p] + t for p, t in zip(row_prompt, row_length, strict=True)]
+        """X: tokens of the longest prompt, rounded up."""
+        prompts, lengths = [row_prompt[place] for place in places], [row_length[place] for place in places]
+        self._longest = max(lengths)
+        self._mask_dtype = torch.float64 if cache.dtype == torch.float64 else torch.float32
+        self._own_S = torch.tensor(lengths, device=device)
+        positions = [prompt_lengths[p] + t for p, t in zip(prompts, lengths, strict=True)]
         self._furthest = max(positions)
         self.positions = torch.tensor(positions + [0] * self.padding, device=device)
         """Position of each row's new token in the whole sequence; padded."""
-        row_heads = torch.arange(self.count * heads, device=device).view(self.count, heads)
-        self.writes = (row_heads * own_capacity + self._own_S[:, None]).view(-1)
-        """Where its keys and values are stored: indices of ``[S K T]``."""
-        self._set_groups(row_prompt, heads, device)
-        self._prompt_lengths_P = torch.tensor(list(prompt_lengths), device=device)
+        self._places_S = torch.tensor(places, device=device)
+        self._of_prompt: list[list[int]] = [[] for _ in prompt_lengths]
+        for row, prompt in enumerate(prompts):
+            self._of_prompt[prompt].append(row)
+        self._prompt_lengths_P = torch.tensor(prompt_lengths, device=device)
         self._ragged_prompts = min(prompt_lengths) < self.prompt_length
-        self._own_masks: dict[int | None, Tensor | None] = {}
-        self._prompt_masks: dict[int | None, Tensor | None] = {}
-
-    def _set_groups(self, row_prompt: Sequence[int], heads: int, device: torch.device) -> None:
-        of_prompt: list[list[int]] = [[] for _ in range(self.prompts)]
-        for row, prompt in enumerate(row_prompt):
-            of_prompt[prompt].append(row)
-        # Queries of one prompt are the rows of one product, padded to a multiple of four for ROW_MULTIPLE's reason.
-        step = 4 // math.gcd(4, self._group_rows)
-        self.most_rows = round_up(max(map(len, of_prompt)), step)
-        gather_PM = [[*rows, *[0] * (self.most_rows - len(rows))] for rows in of_prompt]
-        scatter_S = [0] * self.count
-        for prompt, rows in enumerate(of_prompt):
-            for index, row in enumerate(rows):
-                scatter_S[row] = prompt * heads * self.most_rows + index
-        heads_K = torch.arange(heads, device=device)
-        self._rows_PM = torch.tensor(gather_PM, device=device)
-        # Indices that turn entries [S, K] into [P, K, M], and back.
-        self._gather = (self._rows_PM[:, None] * heads + heads_K[:, None]).flatten()
-        self._scatter = (torch.tensor(scatter_S, device=device)[:, None] + heads_K * self.most_rows).flatten()
+        self._groups: dict[tuple[int, int], Groups] = {}
+        self._writes: dict[int, Tensor] = {}
+        self._own_masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._prompt_masks: dict[tuple[Heads, int | None], Tensor | None] = {}
 
     def advance(self) -> None:
         """Go on by one token, with the same rows."""
-        for tensor in (self._own_S, self.positions, self.writes):
+        for tensor in (self._own_S, self.positions, *self._writes.values()):
             tensor.add_(1)
         self._longest += 1
         self._furthest += 1
         self._own_masks.clear()
-        self._prompt_masks = {None: self._prompt_masks[None]} if None in self._prompt_masks else {}
+        self._prompt_masks = {key: mask for key, mask in self._prompt_masks.items() if key[1] is None}
 
     @property
     def own_length(self) -> int:
         """T: tokens of the longest row, the step's included, rounded up."""
-        return min(round_up(self._longest + 1, TOKEN_MULTIPLE), self._own_capacity)
+        return min(round_up(self._longest + 1, TOKEN_MULTIPLE), self._room)
 
-    def by_prompt(self, entries: Tensor) -> Tensor:
-        """Row order ``[S K, group, w]`` to groups: ``[P K, M group, w]``."""
-        grouped = entries.index_select(0, self._gather)
-        return grouped.view(-1, self.most_rows * self._group_rows, entries.shape[-1])
+    def write(self, layer: int, *new_SKD: Tensor) -> None:
+        """Store the keys and values of each row's newest token in one layer."""
+        count = self.layers[layer].count
+        if count not in self._writes:  # indices of [places K room]
+            heads_SK = self._places_S[:, None] * count + torch.arange(count, device=self._own_S.device)
+            self._writes[count] = (heads_SK * self._room + self._own_S[:, None]).flatten()
+        for own, new in zip(self._own[layer], new_SKD, strict=True):
+            width = own.shape[-1]
+            own.view(-1, width).index_copy_(0, self._writes[count], new.reshape(-1, width).to(own.dtype))
 
-    def by_row(self, grouped: Tensor) -> Tensor:
-        """Groups ``[P K, M group, w]`` to row order, ``[S K, group, w]``."""
-        return grouped.view(-1, self._group_rows, grouped.shape[-1]).index_select(0, self._scatter)
+    def own(self, layer: int) -> list[Tensor]:
+        """Keys and values of the rows in one layer, ``[R K, T, width]`` each."""
+        return [self.rows.of(own[:, :, : self.own_length]).flatten(0, 1) for own in self._own[layer]]
 
-    def own_mask(self, window: int | None) -> Tensor | None:
-        """Mask over a row's own tokens, ``[S K, 1, T]``: -inf for those that it does not see, else 0."""
+    def of_prompts(self, layer: int) -> list[Tensor]:
+        """Keys and values of the prompts in one layer, ``[P K, X, width]`` each."""
+        return [part[: self._prompt_count, :, : self.prompt_length].flatten(0, 1) for part in self._prompts[layer]]
+
+    def groups(self, heads: Heads) -> Groups:
+        """The rows of each prompt."""
+        key = heads.count, heads.group
+        if key not in self._groups:
+            self._groups[key] = Groups(self._of_prompt, self.count, heads, self._own_S.device)
+        return self._groups[key]
+
+    def own_mask(self, heads: Heads, window: int | None) -> Tensor | None:
+        """Mask over a row's own tokens, ``[R K, 1, T]``: -inf for those that it does not see, else 0."""
         window = None if window is None or self._longest < window else window
-        if window not in self._own_masks:
+        key = heads.count, window
+        if key not in self._own_masks:
             keys_T = torch.arange(self.own_length, device=self._own_S.device)
-            back_ST = self._own_S[:, None] - keys_T
-            seen_ST = (back_ST >= 0) & (back_ST < (window or math.inf))
-            self._own_masks[window] = self._mask(seen_ST.repeat_interleave(self._heads, dim=0)[:, None])
-        return self._own_masks[window]
+            back_RT = self.rows.spread(self._own_S)[:, None] - keys_T
+            seen_RT = (back_RT >= 0) & (back_RT < (window or math.inf))
+            self._own_masks[key] = self._mask(seen_RT.repeat_interleave(heads.count, dim=0)[:, None])
+        return self._own_masks[key]
 
-    def prompt_mask(self, window: int | None) -> Tensor | None:
+    def prompt_mask(self, heads: Heads, window: int | None) -> Tensor | None:
         """Mask over the prompts' tokens, ``[P K, M group or 1, X]``. None: each row sees its whole prompt."""
         window = None if window is None or self._furthest < window else window
-        if window not in self._prompt_masks:
-            self._prompt_masks[window] = self._make_prompt_mask(window)
-        return self._prompt_masks[window]
+        if (heads, window) not in self._prompt_masks:
+            self._prompt_masks[heads, window] = self._make_prompt_mask(heads, window)
+        return self._prompt_masks[heads, window]
 
-    def _make_prompt_mask(self, window: int | None) -> Tensor | None:
+    def _make_prompt_mask(self, heads: Heads, window: int | None) -> Tensor | None:
         keys_X = torch.arange(self.prompt_length, device=self._own_S.device)
         within_PX = keys_X < self._prompt_lengths_P[:, None]
         if window is None:
             if not self._ragged_prompts:
                 return None
-            return self._mask(within_PX.repeat_interleave(self._heads, dim=0)[:, None])
-        back_PMX = self.positions[self._rows_PM][..., None] - keys_X
-        seen = (within_PX[:, None] & (back_PMX < window)).repeat_interleave(self._group_rows, dim=1)
-        return self._mask(seen.repeat_interleave(self._heads, dim=0))
+            return self._mask(within_PX.repeat_interleave(heads.count, dim=0)[:, None])
+        back_PMX = self.positions[self.groups(heads).rows_PM][..., None] - keys_X
+        seen = (within_PX[:, None] & (back_PMX < window)).repeat_interleave(heads.group, dim=1)
+        return self._mask(seen.repeat_interleave(heads.count, dim=0))
 
     def _mask(self, seen: Tensor) -> Tensor:
         zeros = torch.zeros(seen.shape, dtype=self._mask_dtype, device=seen.device)
         return zeros.masked_fill_(~seen, -torch.inf)
+
+
+class Groups:
+    """The way from the order of rows to prompts, of which all rows are computed in one product, and back.
+
+    Args:
+        of_prompt: the rows of each prompt.
+        count: S, the number of rows.
+        heads: of the layer.
+        device: of the tensors.
+    """
+
+    def __init__(self, of_prompt: Sequence[Sequence[int]], count: int, heads: Heads, device: torch.device) -> None:
+        # Queries of one prompt are the rows of one product, padded to a multiple of four for ROW_MULTIPLE's reason.
+        self._most = round_up(max(map(len, of_prompt)), 4 // math.gcd(4, heads.group))
+        self._group = heads.group
+        scatter_S = [0] * count
+        for prompt, rows in enumerate(of_prompt):
+            for index, row in enumerate(rows):
+                scatter_S[row] = prompt * heads.count * self._most + index
+        heads_K = torch.arange(heads.count, device=device)
+        self.rows_PM = torch.tensor([[*rows, *[0] * (self._most - len(rows))] for rows in of_prompt], device=device)
+        # Indices that turn entries [S, K] into [P, K, M], and back.
+        self._gather = (self.rows_PM[:, None] * heads.count + heads_K[:, None]).flatten()
+        self._scatter = (torch.tensor(scatter_S, device=device)[:, None] + heads_K * self._most).flatten()
+
+    def by_prompt(self, entries: Tensor) -> Tensor:
+        """Order of rows ``[S K, group, w]`` to groups: ``[P K, M group, w]``."""
+        return entries.index_select(0, self._gather).view(-1, self._most * self._group, entries.shape[-1])
+
+    def by_row(self, grouped: Tensor) -> Tensor:
+        """Groups ``[P K, M group, w]`` to the order of rows, ``[S K, group, w]``."""
+        return grouped.view(-1, self._group, grouped.shape[-1]).index_select(0, self._scatter)
+
+
+class RowStates:
+    """States of recurrent layers, by layer and name: of prompts, once per group, by slot; of rows, which begin as
+    copies of their prompt's, by place, ``[places, ...]`` each.
+
+    Args:
+        rows: number of places.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._count, self._left = rows, 0
+        self._rows: dict[StateKey, Tensor] = {}
+        self._prompts: dict[int, dict[StateKey, Tensor]] = {}
+
+    def add_prompts(self, slots: Sequence[int], found: KeysValues) -> None:
+        """Store what recurrent layers left of prompts, ``[prompts, ...]`` each."""
+        states = states_in(found)
+        for number, slot in enumerate(slots):
+            self._prompts[slot] = {key: parts[number] for key, parts in states.items()}
+        for key, parts in states.items():
+            if key not in self._rows:
+                self._rows[key] = parts.new_empty(self._count, *parts.shape[1:])
+
+    def remove_prompts(self, slots: Sequence[int]) -> None:
+        """Forget prompts."""
+        for slot in slots:
+            del self._prompts[slot]
+
+    def add_rows(self, places: Sequence[int], prompts: Sequence[int]) -> None:
+        """Begin rows, each with the states of the prompt in the given slot."""
+        self._left = max(self._left, *(place + 1 for place in places))
+        for place, prompt in zip(places, prompts, strict=True):
+            for key, state in self._prompts[prompt].items():
+                self._rows[key][place] = state
+
+    def remove_rows(self, moves: Sequence[tuple[int, int]], left: int) -> None:
+        """Move rows ``(from, to)``, and forget all after those that are left."""
+        self._left = left
+        for states in self._rows.values():
+            for source, target in moves:
+                states[target] = states[source]
+
+    def __getitem__(self, key: StateKey) -> Tensor:
+        """A state at all places."""
+        return self._rows[key]
+
+    def of_rows(self, places: Sequence[int]) -> KeysValues:
+        """Copies of the states of some rows."""
+        return {key: (states[list(places)],) for key, states in self._rows.items()}
+
+    def write(self, places: Sequence[int], found: KeysValues) -> None:
+        """Store new states of some rows."""
+        for key, parts in states_in(found).items():
+            states = self._rows[key]
+            states[torch.tensor(list(places), device=states.device)] = parts.to(states.dtype)
+
+
+def states_in(found: KeysValues) -> dict[StateKey, Tensor]:
+    """The states of recurrent layers in what a pass reads; the rest are keys and values, by the layer's number."""
+    return {key: parts[0] for key, parts in found.items() if isinstance(key, tuple)}

@@ -1,8 +1,8 @@
-"""How much a backend holds at a time, and how its rows are renumbered. Imports no torch."""
+"""How much a backend holds at a time, and in which slots. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
 from dataclasses import dataclass
 
 TOKEN_MULTIPLE = 32
@@ -69,25 +69,19 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def moves_for_removal(removed: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """The moves ``(from, to)`` by which the last of ``count`` entries fill the gaps of removed ones.
+class Slots:
+    """Numbers of places in memory, the lowest free one first."""
 
-    >>> moves_for_removal([1, 4], 5)
-    [(3, 1)]
-    """
-    gone = set(removed)
-    left = count - len(gone)
-    movers = [entry for entry in range(left, count) if entry not in gone]
-    return list(zip(movers, sorted(hole for hole in gone if hole < left), strict=True))
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
 
+    def __len__(self) -> int:
+        return len(self._free)
 
-def order_after_removal(removed: Sequence[int], count: int) -> list[int]:
-    """The former indices of the remaining entries, in their new order.
+    def take(self) -> int:
+        """The lowest free slot, which is then in use."""
+        return heapq.heappop(self._free)
 
-    >>> order_after_removal([1, 4], 5)
-    [0, 3, 2]
-    """
-    order = list(range(count))
-    for source, target in moves_for_removal(removed, count):
-        order[target] = source
-    return order[: count - len(set(removed))]
+    def give(self, slot: int) -> None:
+        """Free a slot."""
+        heapq.heappush(self._free, slot)

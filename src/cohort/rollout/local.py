@@ -42,7 +42,7 @@ class LocalEngine(Engine):
         max_batch_size: maximum number of trajectories decoded at a time.
         cache_tokens: maximum number of tokens whose keys and values are kept at a time, prompts included. None: as many
             as half of the free memory holds when sampling begins.
-        native_kernels: see ``LeanBackend``.
+        native_kernels: whether native kernels are used where they are available.
         trained: the policy that is trained while this engine samples. ``update_weights`` then copies its weights into
             ``policy``, a ``Policy.snapshot`` of it. None: ``policy`` itself is trained, between the calls.
 

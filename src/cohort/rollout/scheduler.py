@@ -1,28 +1,28 @@
 """The scheduler of the local engine: which trajectories are prefilled, decoded, parked and removed, and when.
 
-It imports no torch. A ``ModelRunner`` computes; it numbers the rows that it decodes densely from 0. The trajectory in
-row ``r`` is ``Scheduler.active[r]``: when rows are removed, the last ones take their numbers (``order_after_removal``).
+It imports no torch. A ``ModelRunner`` computes, and keeps what it computes in slots. A trajectory has one slot from its
+first token to its end, decoded or parked: nothing is renumbered or copied when another one ends.
 
 Before a trajectory decodes, a text is prefilled for it: its prefix. Trajectories of one prompt share the prompt as
-their prefix. When a turn ends, a runner with ``keeps_rows`` keeps what it computed for the row, and later reads only
-the tokens that the row has not read. For any other runner the prefix of the continued trajectory is its whole history.
+their prefix. When a turn ends, a runner with ``keeps_rows`` keeps the trajectory's slot, and later reads only the
+tokens that it has not read. For any other runner the prefix of the continued trajectory is its whole history.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from itertools import count, groupby
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from cohort.rollout.capacity import Capacity, order_after_removal
+from cohort.rollout.capacity import Capacity, Slots
 from cohort.rollout.engine import TokenEvent
-from cohort.rollout.trajectory import Kept, Trajectory
+from cohort.rollout.trajectory import Kept, Prefix, Trajectory
 from cohort.types import FinishReason
 
 
 class Draw(NamedTuple):
-    """One drawn token for each row, on the host."""
+    """One drawn token for each trajectory, on the host."""
 
     tokens: Sequence[int]
     logps: Sequence[float]
@@ -31,43 +31,37 @@ class Draw(NamedTuple):
     valid: Sequence[bool]
     """False where the logits held NaN or nothing finite: nothing was drawn."""
     supports: Sequence[Kept] | None = None
-    """None: no row records its support."""
+    """None: no trajectory records its support."""
 
 
 class ModelRunner(Protocol):
     """Computes and draws for the scheduler."""
 
     refills: bool
-    """Whether rows may be added while others are being decoded."""
+    """Whether trajectories may begin while others are being decoded."""
     mixed_lengths: bool
     """Whether prefixes of different length may be prefilled together."""
     keeps_rows: bool
-    """Whether rows can be parked."""
+    """Whether trajectories can be parked."""
 
-    def prefill(self, prefixes: dict[int, Sequence[int]]) -> None:
-        """Read new prefixes, given by number."""
+    def step(self, trajectories: Sequence[Trajectory]) -> None:
+        """Read the newest token of each."""
 
-    def drop(self, prefixes: Sequence[int]) -> None:
+    def prefill(self, prefixes: Sequence[Prefix]) -> None:
+        """Read new prefixes."""
+
+    def add(self, begun: Sequence[Trajectory], continued: Sequence[Trajectory], waiting: Prefix | None) -> None:
+        """Begin trajectories after their prefixes, and go on with parked ones. Reads and clears the ``unread`` tokens
+        of both. ``waiting`` is a prefix after which more trajectories will begin."""
+
+    def draw(self, trajectories: Sequence[Trajectory]) -> Draw:
+        """Draw the next token of each: of those in ``step``, then of those begun and continued in ``add``."""
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget trajectories."""
+
+    def drop(self, prefixes: Sequence[Prefix]) -> None:
         """Forget prefixes."""
-
-    def add(self, trajectories: Sequence[Trajectory], waiting: int | None) -> None:
-        """New rows after those there are: first parked trajectories, then those that begin after their prefix. Reads
-        and clears their ``unread`` tokens. ``waiting`` is a prefix from which more trajectories will begin."""
-
-    def draw(self) -> Draw:
-        """Draw the next token of every row."""
-
-    def step(self) -> None:
-        """Read the tokens that were drawn for the rows that are left."""
-
-    def park(self, row: int) -> int:
-        """Keep what was computed for a row that is about to be removed; returns a handle."""
-
-    def release(self, handle: int) -> None:
-        """Forget a parked row."""
-
-    def remove(self, rows: Sequence[int]) -> None:
-        """Remove rows."""
 
 
 class Scheduler:
@@ -75,13 +69,13 @@ class Scheduler:
 
     Args:
         runner: computes.
-        capacity: how much is held at a time. Parked rows count.
+        capacity: how much is held at a time. Parked trajectories count.
         end_token_ids: tokens that end a turn when they are drawn.
     """
 
     def __init__(self, runner: ModelRunner, capacity: Capacity, end_token_ids: frozenset[int]) -> None:
         self.active: list[Trajectory] = []
-        """The trajectories being decoded, by row."""
+        """The trajectories being decoded."""
         self.parked: dict[int, Trajectory] = {}
         """Trajectories whose turn has ended and which may continue, by number."""
         self.capacity = capacity
@@ -92,11 +86,9 @@ class Scheduler:
         self._runner, self._ends = runner, end_token_ids
         self._queue: deque[Trajectory] = deque()
         self._preempted: deque[Trajectory] = deque()  # those that have made room for longer ones
-        self._resumed: list[Trajectory] = []  # continued ones that keep their row
-        self._numbers = count()
-        self._texts: dict[int, Sequence[int]] = {}  # prefixes by number
-        self._users: Counter[int] = Counter()  # unfinished trajectories of each prefix
-        self._prefilled: list[int] = []
+        self._resumed: list[Trajectory] = []  # continued ones, which keep their slot
+        self._slots, self._prefix_slots = Slots(capacity.rows), Slots(capacity.prompts)
+        self._prefilled: list[Prefix] = []
 
     @property
     def unfinished(self) -> int:
@@ -110,12 +102,12 @@ class Scheduler:
     def submit(self, trajectories: Sequence[Trajectory]) -> None:
         """Queue trajectories. Those of one prompt that follow each other share a prefix."""
         for _, same in groupby(trajectories, key=lambda t: id(t.request.prompt)):
-            shared = None
+            shared: Prefix | None = None
             for trajectory in same:
                 if trajectory.unread and not self._runner.keeps_rows:
                     self._enqueue_history(trajectory)
                 else:
-                    shared = self._new_prefix(trajectory.request.prompt.token_ids) if shared is None else shared
+                    shared = shared or Prefix(trajectory.request.prompt.token_ids)
                     self._enqueue(trajectory, shared)
 
     def resume(self, number: int) -> None:
@@ -123,21 +115,20 @@ class Scheduler:
         trajectory = self.parked.pop(number)
         if not self._runner.keeps_rows:
             self._enqueue_history(trajectory)
-            return
-        if trajectory.unread == trajectory.tokens:  # as after a rewrite: nothing that was computed is of use
-            self._release_row(trajectory)
-        self._resumed.append(trajectory)
+        elif trajectory.slot is not None:
+            self._resumed.append(trajectory)
+        else:
+            trajectory.forget()
+            self._preempted.append(trajectory)
 
     def release(self, number: int) -> None:
         """End a parked trajectory."""
         trajectory = self.parked.pop(number)
         if self._runner.keeps_rows:
-            self._release_row(trajectory)
-            self._users[trajectory.prefix] -= 1
-            self._drop_prefixes()
+            self._leave([trajectory])
 
     def advance(self, on_token: Callable[[TokenEvent], None] | None = None) -> dict[Trajectory, FinishReason] | None:
-        """Decode one token for every row, after adding the rows that there is room for.
+        """Decode one token for every trajectory, after adding those that there is room for.
 
         Returns:
             the trajectories whose turn ended, or None if there was nothing to decode.
@@ -148,13 +139,12 @@ class Scheduler:
         self.ended = {}
         self._make_room()
         if self.active:
-            self._runner.step()
+            self._runner.step(self.active)
         self._admit()
         if not self.active:
             return None
-        ended = self._record(self._runner.draw(), on_token)
-        self.ended = {self.active[row]: reason for row, reason in ended.items()}
-        self._retire(ended)
+        self.ended = self._record(self._runner.draw(self.active), on_token)
+        self._retire(self.ended)
         return self.ended
 
     def take_unfinished(self) -> list[Trajectory]:
@@ -168,107 +158,126 @@ class Scheduler:
     def cancel(self) -> list[Trajectory]:
         """End all trajectories that are being decoded or wait for it."""
         cancelled = [*self.active, *self._waiting]
-        for trajectory in self._waiting:
-            self._release_row(trajectory)
-            self._users[trajectory.prefix] -= 1
-        self._resumed.clear()
-        self._preempted.clear()
-        self._queue.clear()
-        self._retire(dict.fromkeys(range(len(self.active)), FinishReason.CANCELLED))
+        self._leave(cancelled)
+        for waiting in (self.active, self._resumed, self._preempted, self._queue):
+            waiting.clear()
         return cancelled
 
-    def _new_prefix(self, text: Sequence[int]) -> int:
-        number = next(self._numbers)
-        self._texts[number] = text
-        return number
-
-    def _enqueue(self, trajectory: Trajectory, prefix: int) -> None:
+    def _enqueue(self, trajectory: Trajectory, prefix: Prefix) -> None:
         trajectory.prefix = prefix
-        self._users[prefix] += 1
+        prefix.users += 1
         self._queue.append(trajectory)
 
     def _enqueue_history(self, trajectory: Trajectory) -> None:
         self.tokens_read_again += len(trajectory.request.prompt.token_ids) * bool(trajectory.logps)
         self.tokens_read_again += len(trajectory.tokens) - len(trajectory.unread)
         trajectory.unread = []
-        self._enqueue(trajectory, self._new_prefix([*trajectory.request.prompt.token_ids, *trajectory.tokens]))
+        self._enqueue(trajectory, Prefix([*trajectory.request.prompt.token_ids, *trajectory.tokens]))
 
-    def _release_row(self, trajectory: Trajectory) -> None:
-        if trajectory.handle is not None:
-            self._runner.release(trajectory.handle)
-            trajectory.handle = None
+    def _free(self, trajectories: Sequence[Trajectory]) -> None:
+        """Free the slots of trajectories that have one."""
+        slots = [trajectory.slot for trajectory in trajectories if trajectory.slot is not None]
+        for slot in slots:
+            self._slots.give(slot)
+        if slots:
+            self._runner.release(slots)
+        for trajectory in trajectories:
+            trajectory.slot = None
+
+    def _leave(self, trajectories: Sequence[Trajectory]) -> None:
+        """End trajectories here, and free the slots of prefixes that are no longer needed."""
+        self._free(trajectories)
+        for trajectory in trajectories:
+            trajectory.prefix.users -= 1
+        self._drop_prefixes()
+
+    def _drop_prefixes(self) -> None:
+        needed = [prefix for prefix in self._prefilled if prefix.users]
+        if not self._runner.refills:  # the next batch reads its prefixes anew
+            needed = [trajectory.prefix for trajectory in self.active]
+        unused = [prefix for prefix in self._prefilled if prefix not in needed]
+        if unused:
+            self._runner.drop(unused)
+        for prefix in unused:
+            assert prefix.slot is not None
+            self._prefix_slots.give(prefix.slot)
+            prefix.slot = None
+        self._prefilled = [prefix for prefix in self._prefilled if prefix.slot is not None]
 
     def _admit(self) -> None:
-        """Add as many rows as there is room for."""
+        """Add as many trajectories as there is room for."""
         if self.active and not self._runner.refills:
             return
-        new = sorted(self._resumed, key=lambda trajectory: trajectory.handle is None)
-        room = self.capacity.rows - len(self.active) - self._kept - len(new)
-        self._resumed = []
-        prefixes: list[int] = []
-        while (self._preempted or self._queue) and room > 0:
-            source = self._preempted or self._queue
-            if self.capacity.row_tokens is not None and not self._has_room([*self.active, *new, source[0]]):
+        # After a rewrite nothing that was computed is of use.
+        begun = [trajectory for trajectory in self._resumed if trajectory.unread == trajectory.tokens]
+        continued = [trajectory for trajectory in self._resumed if trajectory.unread != trajectory.tokens]
+        self._resumed, prefixes = [], list[Prefix]()
+        while (source := self._preempted or self._queue) and self._slots:
+            trajectory, prefix = source[0], source[0].prefix
+            others = [*self.active, *begun, *continued]
+            if others and not self._has_room([*others, trajectory]):
                 break
-            prefix = source[0].prefix
-            if prefix not in self._prefilled and prefix not in prefixes:
-                if len(self._prefilled) + len(prefixes) == self.capacity.prompts or not self._fits(prefix, prefixes):
+            self._make_room_beside([*others, trajectory])
+            if prefix.slot is None:
+                if not self._prefix_slots or not self._fits(prefix, prefixes):
                     break
+                prefix.slot = self._prefix_slots.take()
                 prefixes.append(prefix)
-            new.append(source.popleft())
-            room -= 1
+            trajectory.slot = self._slots.take()
+            begun.append(source.popleft())
+        new = [*begun, *continued]
         self.active += new  # before memory may run out
         if prefixes:
-            self._runner.prefill({prefix: self._texts[prefix] for prefix in prefixes})
             self._prefilled += prefixes
+            self._runner.prefill(prefixes)
         if new:
             for trajectory in new:
                 trajectory.begin_turn()
             # Trajectories of a prefix are neighbours in the queue: only the prefix at its head can be needed again.
-            self._runner.add(new, self._queue[0].prefix if self._queue else None)
+            self._runner.add(begun, continued, self._queue[0].prefix if self._queue else None)
+
+    def _has_room(self, trajectories: Collection[Trajectory]) -> bool:
+        """Whether trajectories can get another token each, beside those parked."""
+        if self.capacity.row_tokens is None:
+            return True
+        held = [*trajectories, *self._parked_in_memory]
+        return len(held) <= self.capacity.rows_of(max(len(trajectory.tokens) for trajectory in held) + 1)
 
     @property
-    def _kept(self) -> int:
-        """Parked rows."""
-        return sum(trajectory.handle is not None for trajectory in self.parked.values())
-
-    def _has_room(self, rows: Sequence[Trajectory]) -> bool:
-        """Whether rows can get another token each. One always can."""
-        longest = max(len(trajectory.tokens) for trajectory in rows) + 1
-        return len(rows) == 1 or len(rows) + self._kept <= self.capacity.rows_of(longest)
+    def _parked_in_memory(self) -> list[Trajectory]:
+        return [trajectory for trajectory in self.parked.values() if trajectory.slot is not None]
 
     def _make_room(self) -> None:
-        """Preempt the rows with the fewest tokens, until the others and those that are resumed have room. What they
-        have drawn is read again later."""
-        if self.capacity.row_tokens is None:
-            return
-        rows = sorted(range(len(self.active)), key=lambda row: -len(self.active[row].tokens))
-        left = list(rows)
-        while left and not self._has_room([*(self.active[row] for row in left), *self._resumed]):
-            left.pop()
-        while not left and len(self._resumed) > 1 and not self._has_room(self._resumed):
-            self._release_row(self._resumed[-1])
-            self._resumed[-1].forget()
-            self._preempted.append(self._resumed.pop())
-        if preempted := rows[len(left) :]:
-            for row in preempted:
-                self.active[row].forget()
-                self.tokens_read_again += len(self.active[row].tokens) - 1
-            self._preempted.extendleft(self.active[row] for row in preempted)
-            self._runner.remove(preempted)
-            self.active = [self.active[row] for row in order_after_removal(preempted, len(self.active))]
+        """Preempt trajectories that are decoded, those with the fewest tokens first, until the others have room; then,
+        beside the last one, those parked. What they have drawn is read again later."""
+        going = deque([*sorted(self.active, key=lambda trajectory: len(trajectory.tokens)), *self._resumed])
+        while len(going) > 1 and not self._has_room(going):
+            self._preempted.appendleft(going.popleft())
+            self._forget(self._preempted[0])
+        self._make_room_beside(going)
+        self.active = [trajectory for trajectory in self.active if trajectory.slot is not None]
+        self._resumed = [trajectory for trajectory in self._resumed if trajectory.slot is not None]
 
-    def _fits(self, prefix: int, others: Sequence[int]) -> bool:
+    def _make_room_beside(self, trajectories: Collection[Trajectory]) -> None:
+        while trajectories and not self._has_room(trajectories) and (parked := self._parked_in_memory):
+            self._forget(min(parked, key=lambda trajectory: len(trajectory.tokens)))
+
+    def _forget(self, trajectory: Trajectory) -> None:
+        self.tokens_read_again += len(trajectory.tokens) - max(1, len(trajectory.unread))
+        self._free([trajectory])
+        trajectory.forget()
+
+    def _fits(self, prefix: Prefix, others: Sequence[Prefix]) -> bool:
         mixed = self._runner.mixed_lengths or not others
-        return mixed or len(self._texts[others[0]]) == len(self._texts[prefix])
+        return mixed or len(others[0].token_ids) == len(prefix.token_ids)
 
-    def _record(self, draw: Draw, on_token: Callable[[TokenEvent], None] | None) -> dict[int, FinishReason]:
-        """Append what was drawn; returns the rows whose turn ends, and why."""
-        ended: dict[int, FinishReason] = {}
+    def _record(self, draw: Draw, on_token: Callable[[TokenEvent], None] | None) -> dict[Trajectory, FinishReason]:
+        """Append what was drawn; returns the trajectories whose turn ends, and why."""
+        ended: dict[Trajectory, FinishReason] = {}
         columns = zip(self.active, draw.tokens, draw.logps, draw.full_logps, draw.valid, strict=True)
         for row, (trajectory, token, logp, full_logp, valid) in enumerate(columns):
             if not valid:
-                ended[row] = FinishReason.ERROR
+                ended[trajectory] = FinishReason.ERROR
                 continue
             tokens = trajectory.tokens
             tokens.append(token)
@@ -279,40 +288,25 @@ class Scheduler:
                 assert draw.supports is not None
                 trajectory.supports.append(draw.supports[row])
             if token in self._ends:
-                ended[row] = FinishReason.EOS
+                ended[trajectory] = FinishReason.EOS
             elif trajectory.has_stops and trajectory.stopped():
-                ended[row] = FinishReason.STOP
+                ended[trajectory] = FinishReason.STOP
             elif len(tokens) == trajectory.limit:
-                ended[row] = FinishReason.LENGTH
+                ended[trajectory] = FinishReason.LENGTH
             elif trajectory.matcher is not None:
                 trajectory.matcher.consume(token)
             if on_token:
                 request = trajectory.request
-                position = trajectory.position - 1
-                on_token(TokenEvent(request.prompt_index, request.sample, position, token, logp, ended.get(row)))
+                reason = ended.get(trajectory)
+                on_token(TokenEvent(request.prompt_index, request.sample, trajectory.position - 1, token, logp, reason))
         return ended
 
-    def _retire(self, ended: dict[int, FinishReason]) -> None:
-        """Remove rows, parking those that may continue, and drop prefixes that are no longer needed."""
+    def _retire(self, ended: dict[Trajectory, FinishReason]) -> None:
+        """Park the trajectories that may continue, and end the others."""
         if not ended:
             return
-        turns = {row: self.active[row] for row in ended}
-        parks = {row for row, t in turns.items() if t.request.continues and ended[row].usable and t.room > 0}
-        self.parked |= {turns[row].number: turns[row] for row in parks}  # before memory may run out
-        for row, trajectory in turns.items():
-            if row in parks and self._runner.keeps_rows:
-                trajectory.handle = self._runner.park(row)
-            else:
-                self._users[trajectory.prefix] -= 1
-        self._runner.remove(list(ended))
-        self.active = [self.active[row] for row in order_after_removal(list(ended), len(self.active))]
-        self._drop_prefixes()
-
-    def _drop_prefixes(self) -> None:
-        if self._runner.refills:
-            needed = {prefix for prefix in self._prefilled if self._users[prefix]}
-        else:
-            needed = {trajectory.prefix for trajectory in self.active}
-        if unused := [prefix for prefix in self._prefilled if prefix not in needed]:
-            self._runner.drop(unused)
-            self._prefilled = [prefix for prefix in self._prefilled if prefix in needed]
+        parks = [t for t, reason in ended.items() if t.request.continues and reason.usable and t.room > 0]
+        self.parked |= {trajectory.number: trajectory for trajectory in parks}  # before memory may run out
+        self.active = [trajectory for trajectory in self.active if trajectory not in ended]
+        kept = set(parks) if self._runner.keeps_rows else set()
+        self._leave([trajectory for trajectory in ended if trajectory not in kept])

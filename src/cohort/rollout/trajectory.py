@@ -69,6 +69,17 @@ Kept = tuple[np.ndarray, bool]
 
 
 @dataclass(slots=True, eq=False)
+class Prefix:
+    """A text after which trajectories begin: their prompt, or the history of one of them."""
+
+    token_ids: Sequence[int]
+    slot: int | None = None
+    """Where the backend keeps what it computed for it. None: nowhere."""
+    users: int = 0
+    """Trajectories after it that are not finished."""
+
+
+@dataclass(slots=True, eq=False)
 class Trajectory:
     """A trajectory that an engine works on. ``number`` is what ``submit`` returned for it."""
 
@@ -77,10 +88,10 @@ class Trajectory:
     stops: StopStrings
     grammar: Any = None
     """The compiled grammar; None without one."""
-    prefix: int = -1
-    """Number of the text that is prefilled before the trajectory's own tokens; see ``Scheduler``."""
-    handle: int | None = None
-    """Where the backend keeps the keys and values of a parked trajectory."""
+    prefix: Prefix = field(default_factory=lambda: Prefix(()))
+    """The text that is prefilled before the trajectory's own tokens; see ``Scheduler``."""
+    slot: int | None = None
+    """Where the backend keeps what it computed for the trajectory, while it is decoded or parked. None: nowhere."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the present segment, drawn and given."""
     unread: list[int] = field(default_factory=list)
@@ -177,7 +188,7 @@ class Trajectory:
 
     def forget(self) -> None:
         """What was computed for it is gone: the model has to read all tokens of the segment again."""
-        self.handle, self.unread = None, list(self.tokens)
+        self.slot, self.unread = None, list(self.tokens)
 
     def stopped(self) -> bool:
         """Whether the newest token, a drawn one, completes a stop string in the text of this turn."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +27,13 @@ from cohort.native import (
     structure,
     threads_for,
 )
-from cohort.policy.anatomy import Anatomy
+from cohort.policy.anatomy import Anatomy, Layer
 from cohort.policy.device import kind_of
 from cohort.policy.experts import NarrowExperts, PreparedExperts
 from cohort.policy.head import is_float32
-from cohort.policy.parts import Experts, Gated, Linear, Norm
+from cohort.policy.parts import Experts, Gated, Joint, Linear, Norm
+
+T = TypeVar("T", bound="Product | PreparedExperts | NarrowExperts")
 
 # ----------------------------------------
 # The matrix products of the sampler by native kernels: in float32 from the weights where they are (product.c), in
@@ -125,12 +127,8 @@ class PackedProduct:
         return y
 
 
-PACKED_ROWS = 64
-"""Number of rows that packed matrices are laid out for. The layout suits other numbers too."""
-
-
 class Product:
-    """One or more linears over the same input: ``y_i = x W_i^T + b_i``, adapters included.
+    """Linears over the same input, ``y_i = x W_i^T + b_i``, adapters included: what a ``Joint`` computes.
 
     Args:
         linears: the layers.
@@ -142,34 +140,33 @@ class Product:
     def __init__(
         self, linears: Sequence[Linear], dtype: torch.dtype, widths: Sequence[int] = (), *, native: bool = False
     ) -> None:
-        self._linears = tuple(linears)
+        self.linears = tuple(linears)
         self._dtype = dtype
         self._casts = any(
             linear.weight.dtype != dtype or getattr(linear.module, "is_table", False) for linear in linears
         )
         self._weights: list[Tensor] = []
         self._biases: list[Tensor | None] = []
-        self._packed: Tensor | None = None
         self._wants_native = native
         self._native: NativeProduct | PackedProduct | None = None
-        self._widths = [linear.weight.shape[0] for linear in linears]
-        self._cuts = list(widths) if len(widths) > len(linears) else None
+        self._outputs = [linear.weight.shape[0] for linear in linears]
+        self.widths = tuple(widths or self._outputs)
         self._adapters: list[tuple[int, Tensor, Tensor, float]] = []
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Read the present weights."""
-        weights: list[Tensor] = [linear.weight.detach() for linear in self._linears]
-        biases = [None if linear.bias is None else linear.bias.detach() for linear in self._linears]
+        weights: list[Tensor] = [linear.weight.detach() for linear in self.linears]
+        biases = [None if linear.bias is None else linear.bias.detach() for linear in self.linears]
         bias = _side_by_side(biases, weights, self._dtype) if self._casts else None
         if self._casts and self._wants_native and self._dtype == torch.bfloat16 and PackedProduct.takes(weights):
             if not isinstance(self._native, PackedProduct):
-                self._native = PackedProduct(self._widths, weights[0].shape[1])
+                self._native = PackedProduct(self._outputs, weights[0].shape[1])
             self._native.pack(weights, bias)
         else:
             self._read(weights, biases, bias)
         self._adapters = []
-        for number, linear in enumerate(self._linears):
+        for number, linear in enumerate(self.linears):
             for adapter in linear.adapters:
                 pair = adapter.a.detach().to(self._dtype), adapter.b.detach().to(self._dtype)
                 self._adapters.append((number, *pair, adapter.scale))
@@ -177,55 +174,47 @@ class Product:
     def _read(self, weights: list[Tensor], biases: list[Tensor | None], bias: Tensor | None) -> None:
         if self._casts:
             if not self._weights:
-                self._weights = [weights[0].new_empty(sum(self._widths), weights[0].shape[1], dtype=self._dtype)]
+                self._weights = [weights[0].new_empty(sum(self._outputs), weights[0].shape[1], dtype=self._dtype)]
             # One linear at a time, which avoids a temporary matrix in the precision of the weights.
-            for part, weight in zip(self._weights[0].split(self._widths), weights, strict=True):
+            for part, weight in zip(self._weights[0].split(self._outputs), weights, strict=True):
                 part.copy_(weight)
             self._biases = [bias]
-            self._packed = _packed(self._weights[0])
-            if self._packed is not None:
-                self._weights = []
         else:
             self._weights, self._biases = weights, biases
-        takes = self._wants_native and self._weights and multiplies(self._weights)
+        takes = self._wants_native and multiplies(self._weights)
         self._native = NativeProduct(self._weights, self._biases) if takes else None
 
-    def parts(self, x: Tensor) -> Sequence[Tensor]:
-        """``x`` of shape ``[N, in]`` to the parts of the output, ``[N, out_i]``."""
+    def beside(self, x: Tensor) -> Sequence[Tensor]:
+        """See ``Joint``. ``x`` of shape ``[N, in]``."""
         if x.dtype != self._dtype:
             x = x.to(self._dtype)
         if self._native is not None:
-            parts = self._split(self._native(x))
-        elif self._packed is not None:
-            parts = self._split(torch.ops.mkldnn._linear_pointwise(x, self._packed, self._biases[0], "none", [], ""))
-        elif self._casts:
-            parts = self._split(functional.linear(x, self._weights[0], self._biases[0]))
+            outs: Sequence[Tensor] = [self._native(x)]
         else:
-            parts = [functional.linear(x, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
-        for number, a, b, scale in self._adapters:
-            parts[number].add_(functional.linear(functional.linear(x, a), b), alpha=scale)
-        return parts if self._cuts is None else parts[0].split_with_sizes(self._cuts, -1)
+            outs = [functional.linear(x, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
+        if self._adapters:
+            by_linear = outs if len(outs) == len(self.linears) else outs[0].split_with_sizes(self._outputs, -1)
+            for number, a, b, scale in self._adapters:
+                by_linear[number].add_(functional.linear(functional.linear(x, a), b), alpha=scale)
+        return outs
 
-    def _split(self, both: Tensor) -> Sequence[Tensor]:
+    def apart(self, outs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See ``Joint``."""
         # Called a hundred times per decode step, so it bypasses torch's wrapper.
-        return both.split_with_sizes(self._widths, -1) if len(self._widths) > 1 else (both,)
+        return outs if len(outs) == len(self.widths) else outs[0].split_with_sizes(self.widths, -1)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The output of a single linear."""
-        (y,) = self.parts(x)
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """See ``Joint``."""
+        return self.apart(self.beside(x))
+
+
+class Single(Product):
+    """The product of one linear: what a ``Linear`` computes."""
+
+    def __call__(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """``[N, in]`` to ``[N, out]``."""
+        (y,) = self.beside(x)
         return y
-
-
-def _packed(weight: Tensor) -> Tensor | None:
-    """A bfloat16 matrix on a CPU in oneDNN's own layout, which saves rearranging it in each product. None if oneDNN has
-    no such layout, or no bfloat16 products on this processor. Products are bit-equal."""
-    usable = kind_of(weight.device) == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-    if not usable or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return None
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
-    return packed
 
 
 def _side_by_side(biases: Sequence[Tensor | None], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -235,21 +224,8 @@ def _side_by_side(biases: Sequence[Tensor | None], weights: Sequence[Tensor], dt
     return torch.cat([w.new_zeros(w.shape[0]) if bias is None else bias for bias, w in pairs]).to(dtype)
 
 
-@dataclass(slots=True)
-class LayerWeights:
-    """The products of a layer."""
-
-    qkv: Product
-    output: Product
-    gate_up: Product | None
-    """None: the MLP has experts, which the model's own module computes."""
-    down: Product | None
-    experts: PreparedExperts | NarrowExperts | None = None
-    """None: the model's own module computes them in every step anew, or there are none."""
-
-
 class DecoderWeights:
-    """The products and norm factors of a model.
+    """A model whose matrix products are computed in one dtype.
 
     Args:
         anatomy: the model.
@@ -258,33 +234,44 @@ class DecoderWeights:
     """
 
     def __init__(self, anatomy: Anatomy, dtype: torch.dtype, *, native: bool = False) -> None:
-        on_cuda = kind_of(anatomy.head.weight.device) == "cuda"
-
-        def of_mlp(mlp: Gated | Experts) -> tuple[Any, Any, PreparedExperts | NarrowExperts | None]:
-            if isinstance(mlp, Experts):
-                prepared = PreparedExperts.of(mlp.module, dtype) if native else None
-                return None, None, NarrowExperts(mlp.module, dtype) if on_cuda and mlp.module else prepared
-            gate_up = Product(mlp.gate_up.linears, dtype, mlp.gate_up.widths, native=native)
-            return gate_up, Product([mlp.down], dtype, native=native), None
-
-        self.anatomy = anatomy
-        self.dtype = dtype
-        self.native = native
-        self.layers = [
-            LayerWeights(
-                Product(layer.qkv.linears, dtype, layer.qkv.widths, native=native),
-                Product([layer.output], dtype, native=native),
-                *of_mlp(layer.mlp),
-            )
-            for layer in anatomy.layers
-        ]
+        self.dtype, self._native = dtype, native
+        self._products: list[Product | PreparedExperts | NarrowExperts] = []
+        self.anatomy = replace(anatomy, layers=tuple(map(self._layer, anatomy.layers)))
+        """Its layers, with products in place of their linear maps."""
         head_dtype = torch.float32 if is_float32(anatomy.head.module) else dtype
-        self.head = Product([anatomy.head], head_dtype, native=native)
+        self.head = self._made(Single([anatomy.head], head_dtype, native=native))
         self.refreshed = 0
         """How often the weights were read: once per update that changed them."""
         self._factors: dict[int, Tensor] = {}
         self._stamp: tuple[object, ...] = ()
         self._read = anatomy.parameters()
+
+    def _made(self, product: T) -> T:
+        self._products.append(product)
+        return product
+
+    def _single(self, linear: Linear) -> Any:
+        return self._made(Single([linear], self.dtype, native=self._native))
+
+    def _joint(self, joint: Joint) -> Any:
+        return self._made(Product(joint.linears, self.dtype, joint.widths, native=self._native))
+
+    def _layer(self, layer: Layer) -> Layer:
+        qkv, output = self._joint(layer.qkv), self._single(layer.output)
+        if isinstance(layer.mlp, Gated):
+            mlp: Gated | Experts = Gated(self._joint(layer.mlp.gate_up), self._single(layer.mlp.down))
+        else:
+            mlp = replace(layer.mlp, prepared=self._experts(layer.mlp.module))
+        return replace(layer, qkv=qkv, output=output, mlp=mlp)
+
+    def _experts(self, module: Any) -> PreparedExperts | NarrowExperts | None:
+        """None: the module computes them in every step anew."""
+        found: PreparedExperts | NarrowExperts | None = None
+        if module is not None and kind_of(next(module.parameters()).device) == "cuda":
+            found = NarrowExperts(module, self.dtype)
+        elif self._native:
+            found = PreparedExperts.of(module, self.dtype)
+        return None if found is None else self._made(found)
 
     def refresh(self, version: int) -> None:
         """Read the weights again if they have changed. ``version`` counts updates, torch counts changes in place, and
@@ -292,21 +279,15 @@ class DecoderWeights:
         stamp = (version, *((weight.data_ptr(), weight._version) for weight in self._read))
         if stamp == self._stamp:
             return
-        for layer in self.layers:
-            for product in (layer.qkv, layer.output, layer.gate_up, layer.down, layer.experts):
-                if product is not None:
-                    product.refresh()
-        self.head.refresh()
+        for product in self._products:
+            product.refresh()
         self._factors.clear()
         self._stamp = stamp
         self.refreshed += 1
 
     def factor(self, norm: Norm) -> Tensor:
-        """The factor of a norm."""
-        if not norm.shifted:
-            return norm.weight.detach()
+        """The factor of a norm, in float32 or wider."""
         key = id(norm.weight)
         if key not in self._factors:
-            weight = norm.weight.detach()
-            self._factors[key] = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+            self._factors[key] = norm.factor(torch.promote_types(norm.weight.dtype, torch.float32)).detach()
         return self._factors[key]

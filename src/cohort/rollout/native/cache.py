@@ -1,9 +1,8 @@
-"""Keys and values as the native kernels read them. Rows and prompts stay in the slot that they were given: removing one
-moves nothing."""
+"""Keys and values as the native kernels read them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Structure
 
 import numpy as np
@@ -12,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from cohort.rollout.cache import TOKEN_MULTIPLE, round_up
-from cohort.rollout.capacity import Capacity, order_after_removal
+from cohort.policy.passes import KeysValues
+from cohort.rollout.cache import Heads
+from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity, round_up
 from cohort.rollout.native.kernels import TILE, StepCall
 
 
@@ -22,31 +22,27 @@ class SlotCache:
 
     Args:
         capacity: how much is stored at a time.
-        layers, heads, width: of the model; ``heads`` are key-value heads.
+        layers: the attention of each layer, by the layer's number; alike in all.
         dtype: of the stored numbers, float32 or bfloat16.
-        group: query heads per key-value head.
         lanes: numbers per vector of the kernels.
     """
 
-    def __init__(
-        self, capacity: Capacity, *, layers: int, heads: int, width: int, dtype: torch.dtype, group: int, lanes: int
-    ) -> None:
+    def __init__(self, capacity: Capacity, layers: Mapping[int, Heads], *, dtype: torch.dtype, lanes: int) -> None:
+        (shape,) = {*layers.values()}
+        heads, width, group = shape.count, shape.key_width, shape.group
         self.padded = round_up(width, lanes)
         own_tokens, prompt_tokens = (
             round_up(length, TOKEN_MULTIPLE) for length in (capacity.completion_length, capacity.prompt_length)
         )
-        self.own = torch.empty(2, layers, capacity.rows, heads, own_tokens, self.padded, dtype=dtype)
+        self.own = torch.empty(2, len(layers), capacity.rows, heads, own_tokens, self.padded, dtype=dtype)
         """Keys and values of the rows' slots; decode.c describes the layout."""
-        self.prompts = torch.empty(2, layers, capacity.prompts, heads, prompt_tokens, self.padded, dtype=dtype)
+        self.prompts = torch.empty(2, len(layers), capacity.prompts, heads, prompt_tokens, self.padded, dtype=dtype)
         """Keys and values of the prompts' slots."""
+        self._layers = list(layers)
         self._heads, self._width, self._group, self._lanes = heads, width, group, lanes
-        self._free_rows = list(range(capacity.rows))
-        self._free_prompts = list(range(capacity.prompts))
-        self._parked: dict[int, tuple[int, int]] = {}  # by slot: the prompt's slot, tokens
-        # Of each row: its slot, its prompt's slot, its number of tokens.
-        self._row_slots, self._row_prompts, self._row_lengths = (np.zeros(0, np.int32) for _ in range(3))
-        self._prompt_slots: list[int] = []
-        self._prompt_lengths = np.zeros(capacity.prompts, np.int32)  # of the slots
+        # By slot: the prompt's slot and the number of tokens of rows, the number of tokens of prompts.
+        self._row_prompts, self._row_lengths = (np.zeros(capacity.rows, np.int32) for _ in range(2))
+        self._prompt_lengths = np.zeros(capacity.prompts, np.int32)
         self._sizes = {
             "kv_heads": heads,
             "group": group,
@@ -58,7 +54,8 @@ class SlotCache:
             "half": dtype == torch.bfloat16,
         }
         self._step = StepCall(**self._sizes)
-        self._stale = True
+        self._slots: list[int] | None = None  # of the step, whose rows have these lengths
+        self._lengths = self._row_lengths[:0]
         self._referenced: tuple[object, ...] = ()  # the step points to them
         self._texts: tuple[object, ...] = ()  # and those of texts to these
 
@@ -67,93 +64,70 @@ class SlotCache:
         """Tokens for which memory is allocated."""
         return sum(part.shape[2] * part.shape[4] for part in (self.own, self.prompts))
 
-    def add_prompts(self, lengths: Sequence[int]) -> int:
-        """Make room for prompts; returns the number of the first."""
-        first = len(self._prompt_slots)
-        for length in lengths:
-            self._prompt_slots.append(self._free_prompts.pop())
-            self._prompt_lengths[self._prompt_slots[-1]] = length
-        return first
+    def add_prompts(self, slots: Sequence[int], lengths: Sequence[int], found: KeysValues) -> None:
+        """Store the keys and values of prompts, ``[K, X, D]`` each, by layer, end to end."""
+        for number, layer in enumerate(self._layers):
+            parts = (part.split([*lengths], 1) for part in found[layer])
+            for slot, k_KXD, v_KXD in zip(slots, *parts, strict=True):
+                self._write_prompt(number, slot, k_KXD, v_KXD)
+        self._prompt_lengths[list(slots)] = lengths
 
-    def write_prompt(self, layer: int, prompt: int, k_XKD: Tensor, v_XKD: Tensor) -> None:
-        """Store a prompt's keys and values in one layer."""
-        slot, length, lanes = self._prompt_slots[prompt], len(k_XKD), self._lanes
-        keys, values = self.prompts[:, layer, slot]
-        values[:, :length, : self._width] = v_XKD.transpose(0, 1)
+    def _write_prompt(self, number: int, slot: int, k_KXD: Tensor, v_KXD: Tensor) -> None:
+        length, lanes = k_KXD.shape[1], self._lanes
+        keys, values = self.prompts[:, number, slot]
+        values[:, :length, : self._width] = v_KXD
         blocks = -(-length // lanes)
-        whole = functional.pad(k_XKD, (0, 0, 0, 0, 0, blocks * lanes - length))
+        whole = functional.pad(k_KXD, (0, 0, 0, blocks * lanes - length))
         by_block = keys.view(self._heads, -1, self.padded, lanes)[:, :blocks, : self._width]
-        by_block.copy_(whole.view(blocks, lanes, self._heads, self._width).permute(2, 0, 3, 1))
+        by_block.copy_(whole.view(self._heads, blocks, lanes, self._width).transpose(2, 3))
 
-    def add_rows(self, prompts: Sequence[int]) -> None:
-        """Add rows without tokens, each after the given prompt."""
-        slots = [self._free_rows.pop() for _ in prompts]
-        self._append_rows(slots, [self._prompt_slots[prompt] for prompt in prompts], [0] * len(prompts))
+    def add_rows(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
+        """Begin rows without tokens, each after the prompt in the given slot."""
+        self._row_prompts[list(slots)], self._row_lengths[list(slots)] = prompts, 0
+        self._slots = None
 
-    def _append_rows(self, slots: Sequence[int], prompts: Sequence[int], lengths: Sequence[int]) -> None:
-        self._row_slots = np.append(self._row_slots, np.array(slots, np.int32))
-        self._row_prompts = np.append(self._row_prompts, np.array(prompts, np.int32))
-        self._row_lengths = np.append(self._row_lengths, np.array(lengths, np.int32))
-        self._stale = True
+    def remove_rows(self, moves: Sequence[tuple[int, int]], left: int) -> None:
+        """Nothing to do: the kernels find each row by itself."""
 
-    def remove_rows(self, rows: Sequence[int]) -> None:
-        """Forget rows; the last ones take their numbers."""
-        self._free_rows += [slot for slot in self._row_slots[list(rows)].tolist() if slot not in self._parked]
-        order = order_after_removal(rows, len(self._row_slots))
-        self._row_slots, self._row_prompts = self._row_slots[order], self._row_prompts[order]
-        self._row_lengths = self._row_lengths[order]
-        self._stale = True
+    remove_prompts = remove_rows
 
-    def remove_prompts(self, prompts: Sequence[int]) -> None:
-        """Forget prompts; the last ones take their numbers."""
-        self._free_prompts += [self._prompt_slots[prompt] for prompt in prompts]
-        self._prompt_slots = [self._prompt_slots[p] for p in order_after_removal(prompts, len(self._prompt_slots))]
+    def position(self, slot: int) -> int:
+        """Position of the next token of a row, its prompt counted."""
+        return int(self._prompt_lengths[self._row_prompts[slot]] + self._row_lengths[slot])
 
-    def park(self, row: int) -> int:
-        """Keep the slot of a row when the row is removed; returns a handle."""
-        slot = int(self._row_slots[row])
-        self._parked[slot] = int(self._row_prompts[row]), int(self._row_lengths[row])
-        return slot
-
-    def resume(self, handles: Sequence[int]) -> None:
-        """Add rows with the keys and values of parked ones."""
-        prompts, lengths = zip(*(self._parked.pop(handle) for handle in handles), strict=True)
-        self._append_rows(handles, prompts, lengths)
-
-    def release(self, handle: int) -> None:
-        """Forget a parked row."""
-        del self._parked[handle]
-        self._free_rows.append(handle)
-
-    def next_step(self) -> Structure:
-        """The arguments of the coming step, in which each row gets one more token. The caller sets the scaling of
-        scores."""
-        self._row_lengths += 1
-        threads = torch.get_num_threads()
-        if self._stale or threads != self._step.threads:
-            order = np.argsort(self._row_prompts, kind="stable").astype(np.int32)
-            counts = np.unique(self._row_prompts, return_counts=True)[1].tolist()
-            rows = (self._row_slots, self._row_prompts, self._row_lengths)
+    def next_step(self, slots: Sequence[int]) -> Structure:
+        """The arguments of the coming step, in which each of these rows gets one more token. The caller sets the
+        scaling of scores."""
+        threads, places = torch.get_num_threads(), list(slots)
+        self._row_lengths[places] += 1
+        if self._slots != places or threads != self._step.threads:
+            prompts, self._lengths = self._row_prompts[places], self._row_lengths[places]
+            order = np.argsort(prompts, kind="stable").astype(np.int32)
+            counts = np.unique(prompts, return_counts=True)[1].tolist()
+            rows = (np.array(places, np.int32), prompts, self._lengths)
             self._referenced = self._lay_out(self._step, threads, order, counts, rows)
-            self._stale = False
+            self._slots = places
+        else:
+            self._lengths += 1
         return self._step
 
-    def next_texts(self, rows: Sequence[int], lengths: Sequence[int]) -> tuple[Structure, Structure]:
+    def next_texts(self, slots: Sequence[int], lengths: Sequence[int]) -> tuple[Structure, Structure]:
         """The arguments of a pass in which some rows get several more tokens each: of layers whose output is needed for
         all tokens, and of the last layer, whose output is needed for the last token of each row."""
-        chosen, counts = np.array(rows), np.array(lengths)
+        chosen, counts = np.array(slots), np.array(lengths)
         ends = counts.cumsum()
         of_T = np.repeat(chosen, counts)
         before = self._row_lengths[of_T] - np.repeat(ends - counts, counts)
         grown = (before + np.arange(1, ends[-1] + 1)).astype(np.int32)
-        tokens = (self._row_slots[of_T], self._row_prompts[of_T], grown)
+        tokens = (of_T.astype(np.int32), self._row_prompts[of_T], grown)
         self._row_lengths[chosen] += counts.astype(np.int32)
+        self._slots = None
         whole, last = (StepCall(**self._sizes, text=len(of_T)) for _ in range(2))
         threads = torch.get_num_threads()
         order = np.arange(len(of_T), dtype=np.int32)
         self._texts = (
             self._lay_out(whole, threads, order, lengths, tokens),
-            self._lay_out(last, threads, (ends - 1).astype(np.int32), [1] * len(rows), tokens),
+            self._lay_out(last, threads, (ends - 1).astype(np.int32), [1] * len(slots), tokens),
         )
         return whole, last
 

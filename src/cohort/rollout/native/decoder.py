@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import Structure
 from itertools import count
 
@@ -12,13 +12,14 @@ from torch.nn import functional
 
 from cohort.native import threads_for
 from cohort.policy.anatomy import Layer
-from cohort.policy.fused import Fused, gated, split_gate
-from cohort.policy.parts import Norm
+from cohort.policy.fused import gated, split_gate
+from cohort.policy.lean import LeanLayers
+from cohort.policy.parts import Experts, Norm
 from cohort.policy.recurrent import Recurring
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
 from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual
-from cohort.rollout.weights import DecoderWeights, LayerWeights
+from cohort.rollout.weights import DecoderWeights
 
 
 class Decoder:
@@ -28,9 +29,8 @@ class Decoder:
         kernels: the library.
         weights: the model's products, in float32 or bfloat16.
         cache: of the same dtype.
-        ropes: cosines and sines by kind of rotation, ``[positions, R]``, float32.
-        experts: computes a layer's experts.
-        fused: what recurrent layers compute between products.
+        lean: the layers of other passes.
+        longest: how many positions there may be.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Decoder:
         kernels: Kernels,
         weights: DecoderWeights,
         cache: SlotCache,
-        ropes: dict[str, tuple[Tensor, Tensor]],
-        experts: Callable[[Layer, LayerWeights, Tensor], Tensor],
-        fused: Fused,
+        lean: LeanLayers,
+        longest: int,
     ) -> None:
-        self._fused = fused
-        self._experts = experts
+        self._lean, self._fused = lean, lean.fused
         self._kernels, self._weights, self._cache = kernels, weights, cache
         self._anatomy = anatomy = weights.anatomy
         self._half = weights.dtype == torch.bfloat16
         self._referenced: list[Tensor] = []  # the structures point to them
+        positions, wide = torch.arange(longest), torch.empty(0)
+        ropes = {kind: anatomy.angles(kind, positions, wide) for kind in anatomy.rotations}
         tables = {kind: (self._at(cos), self._at(sin), cos.shape[1]) for kind, (cos, sin) in ropes.items()}
         numbers = count()
         self._calls = [
@@ -60,15 +60,15 @@ class Decoder:
         self._last = [self._residual(layer.after_mlp, norm) for layer, norm in pairs]
         self._gated = Gated(half=self._half, gelu=anatomy.gelu)
 
-    def step(self, tokens_S: Tensor, recurring: Recurring) -> Tensor:
-        """Read one token for every row; the input of the head, ``[S padded, H]``. ``recurring`` mixes recurrent
-        layers."""
-        return self._run(self._cache.next_step(), tokens_S, ROW_MULTIPLE, recurring)
+    def step(self, slots: Sequence[int], tokens_S: Tensor, recurring: Recurring) -> Tensor:
+        """Read one token for each of these rows; the input of the head, ``[S padded, H]``. ``recurring`` mixes
+        recurrent layers."""
+        return self._run(self._cache.next_step(slots), tokens_S, ROW_MULTIPLE, recurring)
 
-    def read(self, rows: Sequence[int], texts: Sequence[Sequence[int]], recurring: Recurring) -> Tensor:
+    def read(self, slots: Sequence[int], texts: Sequence[Sequence[int]], recurring: Recurring) -> Tensor:
         """Read further tokens of some rows; the input of the head after each text, ``[S padded, H]``."""
         lengths = [len(text) for text in texts]
-        whole, last = self._cache.next_texts(rows, lengths)
+        whole, last = self._cache.next_texts(slots, lengths)
         tokens_T = torch.tensor([token for text in texts for token in text])
         return self._run(whole, tokens_T, PREFILL_MULTIPLE, recurring, last, torch.tensor(lengths).cumsum(0) - 1)
 
@@ -85,20 +85,20 @@ class Decoder:
         anatomy, last_layer = self._anatomy, len(self._calls) - 1
         for one in (step, last_step or step):
             one.scaling, one.cap = anatomy.scaling, anatomy.score_cap or 0
-        x = anatomy.embed(functional.pad(tokens_T, (0, -len(tokens_T) % multiple))).float().contiguous()
+        x = self._lean.embed(functional.pad(tokens_T, (0, -len(tokens_T) % multiple))).contiguous()
         # Rows are padded for the products; attention does not write the padding, which must not hold NaN.
         attended = x.new_zeros(len(x), anatomy.num_heads * anatomy.head_dim, dtype=self._weights.dtype)
         normed = torch.empty_like(x, dtype=self._weights.dtype)
         self._add_norm(self._first, x, None, normed)
-        layers = zip(self._middle, self._last, self._weights.layers, strict=True)
-        for number, (middle, last, weights) in enumerate(layers):
+        layers = zip(self._middle, self._last, anatomy.layers, strict=True)
+        for number, (middle, last, layer) in enumerate(layers):
             ending = last_step if number == last_layer else None
             mixed = self._mixed(ending or step, number, normed, attended, recurring)
             if ending is not None and last_S is not None:
                 padded_S = functional.pad(last_S, (0, -len(last_S) % ROW_MULTIPLE))
                 x, mixed, normed = x[padded_S], mixed[padded_S], normed[padded_S]
-            update = weights.output(mixed)
-            if anatomy.layers[number].parallel:
+            update = layer.output(mixed)
+            if layer.parallel:
                 self._add_norm(last, x, update.add_(self._mlp(number, normed)), normed)
             else:
                 self._add_norm(middle, x, update, normed)
@@ -107,15 +107,14 @@ class Decoder:
 
     def _mixed(self, step: Structure, number: int, normed: Tensor, attended: Tensor, recurring: Recurring) -> Tensor:
         """What a layer projects to its first update. ``attended`` is memory for the output of attention."""
-        layer, call, weights = self._anatomy.layers[number], self._calls[number], self._weights.layers[number]
-        parts, gate = weights.qkv.parts(normed), None
+        layer, call = self._anatomy.layers[number], self._calls[number]
+        parts, gate = layer.qkv(normed), None
         if layer.mixer is not None:
             return layer.mixer(parts, recurring, self._fused)
         q, k, v = parts
         assert call is not None
         if layer.norms_whole(self._anatomy.head_dim):
-            pairs = zip((q, k), layer.qk_norms or (), strict=True)
-            q, k = (norm.of_rows(part.float(), self._weights.factor(norm)).to(part.dtype) for part, norm in pairs)
+            q, k = (self._lean.norm(part, norm) for part, norm in zip((q, k), layer.qk_norms or (), strict=True))
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), attended.data_ptr()
         call.q_stride, call.k_stride, call.v_stride = q.stride(0), k.stride(0), v.stride(0)
         self._kernels.attend(step, call)
@@ -130,10 +129,10 @@ class Decoder:
         self._kernels.add_norm(call)
 
     def _mlp(self, number: int, normed: Tensor) -> Tensor:
-        layer, weights = self._anatomy.layers[number], self._weights.layers[number]
-        if weights.gate_up is None or weights.down is None:
-            return self._experts(layer, weights, normed).contiguous()
-        gate, up = weights.gate_up.parts(normed)
+        mlp = self._anatomy.layers[number].mlp
+        if isinstance(mlp, Experts):
+            return mlp(normed).to(normed.dtype).contiguous()
+        gate, up = mlp.gate_up(normed)
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         call = self._gated
         call.gate, call.up, call.out = gate.data_ptr(), up.data_ptr(), out.data_ptr()
@@ -141,7 +140,7 @@ class Decoder:
         call.rows, call.width = out.shape
         call.threads = threads_for(out.numel())
         self._kernels.activate(call)
-        return weights.down(out)
+        return mlp.down(out)
 
     def _layer(self, number: int, layer: Layer, tables: dict[str, tuple[int, int, int]]) -> Structure:
         anatomy, (own_k, own_v) = self._anatomy, self._cache.own[:, number]
