@@ -2,7 +2,7 @@
 
 import pytest
 
-from cohort.rollout.native import Kernels, Unavailable
+from cohort.native import Kernels, Unavailable
 
 
 def drawn_ids(completion):

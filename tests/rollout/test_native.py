@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cohort.native import build
+from cohort.native import Kernels, Unavailable, build
+from cohort.native.decode import Gated, LayerCall, Residual
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine
 from cohort.rollout.cache import Heads
 from cohort.rollout.capacity import Capacity
-from cohort.rollout.native import Kernels, SlotCache, Unavailable
-from cohort.rollout.native.kernels import Gated, LayerCall, Residual
+from cohort.rollout.native import SlotCache
 from tests import warm
 from tests.conftest import each, telling, tiny_llama
 from tests.rollout.conftest import cover

@@ -5,7 +5,6 @@ import torch
 
 from cohort.native import Unavailable, load
 from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE
-from cohort.rollout.native.recurrent import STEPS
 from tests.conftest import each
 
 try:
@@ -32,7 +31,7 @@ def test_steps(recurrence, keys, width):
     values, state = values_of(recurrence, keys, width)
     wanted_state = state.clone()
     wanted = recurrence.step(*values, wanted_state)
-    out = STEPS[recurrence](*values, state)
+    out = recurrence.native_step(*values, state)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)  # float32 sums of 37 numbers
     torch.testing.assert_close(state, wanted_state, rtol=1e-5, atol=1e-5)
 
@@ -40,6 +39,6 @@ def test_steps(recurrence, keys, width):
 def test_wrong_shapes_are_refused():
     values, state = values_of(DELTA_RULE, 8, 4)
     with pytest.raises(ValueError, match="states of the shapes of their inputs"):
-        STEPS[DELTA_RULE](*values, state[:, :, 1:])
+        DELTA_RULE.native_step(*values, state[:, :, 1:])
     with pytest.raises(ValueError, match="float32"):
-        STEPS[DELTA_RULE](*values, state.double())
+        DELTA_RULE.native_step(*values, state.double())

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cohort.native import Unavailable, has_pairs, load
+from cohort.native.products import CHUNK, NativeProduct, PackedProduct, multiplies
 from cohort.rollout.mixing import attend_causally
-from cohort.rollout.weights import CHUNK, NativeProduct, PackedProduct, multiplies
 
 try:
     load()
@@ -52,7 +52,7 @@ def test_threads_change_no_bit(monkeypatch):
     weights, biases, x = made(300, 200)
     product = NativeProduct(weights, biases)
     y = product(x)
-    monkeypatch.setattr("cohort.rollout.weights.threads_for", lambda _: 3)
+    monkeypatch.setattr("cohort.native.products.threads_for", lambda _: 3)
     assert torch.equal(product(x), y)
 
 
@@ -127,7 +127,7 @@ def test_threads_change_no_bit_of_a_packed_product(monkeypatch):
     weights, biases, x = made(300, 200)
     one, _ = packed(weights, biases)
     y = one(x.bfloat16())
-    monkeypatch.setattr("cohort.rollout.weights.threads_for", lambda _: 3)
+    monkeypatch.setattr("cohort.native.products.threads_for", lambda _: 3)
     several, _ = packed(weights, biases)
     assert torch.equal(several(x.bfloat16()), y)
 

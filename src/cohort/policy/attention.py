@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from ctypes import c_int64
 from typing import Any
 
 import torch
@@ -28,10 +27,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cohort.native import call, load, require
+from cohort.native import Work, attend, require
 from cohort.policy.device import kind_of
 from cohort.policy.flash import add_sinks, can_flash, flash_attention, sinks_gradient
-from cohort.policy.layout import NEVER, Continuation, Layout, Work
+from cohort.policy.layout import NEVER, Continuation, Layout
 
 BLOCK = 2048
 """Keys of a sequence that the native kernel copies at a time, and keys of a prefix that torch's kernel gets at a time:
@@ -133,7 +132,7 @@ class _Native(torch.autograd.Function):
         wide = torch.float32 if work.longest > BLOCK else None  # outputs of blocks add up in memory
         out = _zeros_after(tensors[0], _written(work), wide)
         lse = out.new_zeros(out.shape[:2], dtype=torch.float32)
-        _attend_natively(ctx.rest, tensors, out=out, lse=lse)
+        attend(ctx.rest, tensors, BLOCK, out=out, lse=lse)
         if sinks is not None:
             add_sinks(out, lse, sinks)
         ctx.save_for_backward(*tensors, out, lse, sinks)
@@ -154,7 +153,7 @@ class _Native(torch.autograd.Function):
             grads += [out.new_zeros(work.slots, *tensors[3].shape, dtype=torch.float32) for _ in range(2)]
         names = ("grad_q", "grad_k", "grad_v", "grad_prefix_k", "grad_prefix_v")
         named = dict(zip(names, grads, strict=False))
-        _attend_natively(ctx.rest, tensors, out=out, lse=lse, grad_out=grad, **named)
+        attend(ctx.rest, tensors, BLOCK, out=out, lse=lse, grad_out=grad, **named)
         of_prefix = [] if in_place else [part[0] if len(part) == 1 else part.sum(0) for part in grads[3:]]
         found = [
             part.transpose(0, 1).to(dtype) for part, dtype in zip([*grads[:3], *of_prefix], ctx.dtypes, strict=False)
@@ -191,34 +190,6 @@ def _leaves(*prefix: Tensor | None) -> list[Tensor]:
 def _adds_up(grad_AXD: Tensor | None) -> bool:
     """Whether the native kernel can add to a gradient."""
     return grad_AXD is not None and grad_AXD.dtype == torch.float32 and grad_AXD.transpose(0, 1).is_contiguous()
-
-
-def _attend_natively(settings: tuple[Work, float, int | None], tensors: Sequence[Any], **others: Tensor) -> None:
-    """The kernel of attention.c, forward, or backward if there is a ``grad_out``; see ``_Native.forward``."""
-    (work, scaling, window), (q, k, v, prefix_k, prefix_v) = settings, tensors
-    (tokens, heads, width), kv_heads, threads = q.shape, k.shape[1], torch.get_num_threads()
-    require(q.dtype == k.dtype == v.dtype, "queries, keys and values of one dtype")
-    require(k.shape == v.shape == (tokens, kv_heads, width), "keys and values of one width and number of tokens")
-    require(heads % kv_heads == 0 and tokens >= work.tokens, "the heads and tokens of the layout")
-    prefix = [part for part in (prefix_k, prefix_v) if part is not None]
-    require(bool(prefix) or not work.prefix_tokens, "the keys and values of the prefixes")
-    shape = (work.prefix_tokens, kv_heads, width)
-    require(all(part.shape == shape and part.dtype == prefix[0].dtype for part in prefix), "prefixes alike")
-    library = load()
-    library.cohort_attention_scratch.argtypes, library.cohort_attention_scratch.restype = [c_int64] * 3, c_int64
-    padded = -(-width // library.cohort_lanes()) * library.cohort_lanes()
-    capacity = min(work.longest, BLOCK)
-    wide = capacity < work.longest
-    require(others["out"].dtype == (torch.float32 if wide else q.dtype), "float32 where outputs of blocks add up")
-    size = library.cohort_attention_scratch(capacity, padded, "grad_out" in others)
-    call(
-        "packed_attention", q=q, k=k, v=v, prefix_k=prefix_k, prefix_v=prefix_v, sequences=work.sequences,
-        items=work.items, drawn_before=work.drawn_before,
-        scratch=q.new_empty(threads, size, dtype=torch.float32), item_count=len(work.items), kv_heads=kv_heads,
-        group=heads // kv_heads, width=width, padded=padded, capacity=capacity,
-        prefix_tokens=len(prefix[0]) if prefix else 0, window=window or 0, scratch_size=size, threads=threads,
-        scaling=scaling, **others,
-    )  # fmt: skip
 
 
 def _by_token(*parts: Any) -> Sequence[Any]:

@@ -15,28 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cohort.native import Work
 from cohort.policy.recurrent import Chunks, Tails
 
 LIKE_LENGTHS = 0.75
 """Sequences of at least this fraction of the longest of their bucket are padded to its length."""
 NEVER = 1e30
 """A log-sum-exp beside which the weight of every score is 0."""
-
-
-class Work(NamedTuple):
-    """How threads share the sequences of a pass; see attention.c."""
-
-    sequences: Tensor
-    """``[S, 4]``: first token, tokens, first token of its prefix, tokens of its prefix."""
-    items: Tensor
-    """``[items, 3]``: first sequence, the sequence after the last, slot."""
-    tokens: int
-    prefix_tokens: int
-    slots: int
-    longest: int
-    """Tokens of the longest sequence with its prefix."""
-    drawn_before: Tensor | None = None
-    """``[T + 1]``: tokens before each that need an output. None: all of them need one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.errors import ModelError
-from cohort.native import call, empty_packed, has_pairs, pack, packed_bias, require, room
+from cohort.native import call, has_pairs, many_rows, packed, packed_bias, require, room
 from cohort.policy.device import kind_of
 
 PANEL, HELD = 32, 4096
@@ -83,7 +83,7 @@ class Matrix:
         self.shape = sum(map(len, weights)), weights[0].shape[1]
         self.native = dtype == torch.bfloat16 and has_pairs()
         if self.native:
-            self.copy: Tensor | None = self._packed()
+            self.copy: Tensor | None = packed(self.weights)
             self.transposed: Tensor | None = None
             self.bias = None if bias is None else packed_bias(bias.detach(), self.copy)
         else:
@@ -97,7 +97,7 @@ class Matrix:
         assert self.copy is not None
         if not self.native:
             return functional.linear(x, self.copy, self.bias)
-        return self._product(x, self.copy, self.bias, *self.shape)
+        return many_rows(x, self.copy, self.bias, *self.shape)
 
     def inputs(self, grad: Tensor, *, last: bool = False) -> Tensor:
         """``grad W``, the gradient of x. ``last``: no product follows, so the memory of outputs is freed before."""
@@ -107,23 +107,8 @@ class Matrix:
         if last:
             self.copy = None
         if self.transposed is None:
-            self.transposed = self._packed(transposed=True)
-        return self._product(grad, self.transposed, None, *reversed(self.shape))
-
-    def _packed(self, *, transposed: bool = False) -> Tensor:
-        outputs, inputs = reversed(self.shape) if transposed else self.shape
-        packed = empty_packed(outputs, inputs)
-        pack(packed, [weight.contiguous() for weight in self.weights], transposed=transposed)
-        return packed
-
-    @staticmethod
-    def _product(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> Tensor:
-        require(x.dtype == torch.bfloat16 and x.shape[-1] == inputs, "an input for each column")
-        y = x.new_empty(*x.shape[:-1], outputs)
-        x = (functional.pad(x, (0, 1)) if inputs % 2 else x).contiguous()
-        sizes = {"rows": y.numel() // outputs, "out": outputs, "in": inputs + inputs % 2}
-        call("many_rows", y=y, x=x, packed=packed, bias=bias, **sizes)
-        return y
+            self.transposed = packed(self.weights, transposed=True)
+        return many_rows(grad, self.transposed, None, *reversed(self.shape))
 
 
 def outputs_beside(modules: Sequence[nn.Module], x: Tensor) -> Tensor | None:

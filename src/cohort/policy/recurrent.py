@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cohort.native import call, require, threads_for
+from cohort.native import recurrent as native
 
 # ----------------------------------------
 # Sequences that lie end to end, cut for recurrences: into chunks, and with the tails of what they continue.
@@ -520,6 +521,8 @@ class Recurrence(NamedTuple):
 
     sequences: Callable[..., tuple[Tensor, Tensor]]
     step: Callable[..., Tensor]
+    native_step: Callable[..., Tensor]
+    """The same by a native kernel, in float32."""
 
     def over(self, *values: Any, native: bool) -> tuple[Tensor, Tensor]:
         """Packed sequences, in float32 or wider also under autocast."""
@@ -540,8 +543,8 @@ class Recurring(Protocol):
         """A recurrence; ``zeros`` is the state of nothing."""
 
 
-DELTA_RULE = Recurrence(delta_rule, delta_step)
-STATE_SPACE = Recurrence(state_space, space_step)
+DELTA_RULE = Recurrence(delta_rule, delta_step, native.delta_step)
+STATE_SPACE = Recurrence(state_space, space_step, native.space_step)
 
 
 def _carry(

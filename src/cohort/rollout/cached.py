@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cohort.errors import ModelError
+from cohort.native import Kernels
 from cohort.parallel.full import is_gathered
 from cohort.policy import Policy
 from cohort.policy.anatomy import Anatomy, soft_cap
@@ -35,7 +36,7 @@ from cohort.rollout.backend import Backend, texts_together
 from cohort.rollout.cache import ROW_MULTIPLE, Fixed, GroupCache, Heads, Rows, RowStates, padded_rows, states_in
 from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity
 from cohort.rollout.mixing import Reading, StateStep, Step
-from cohort.rollout.native import Decoder, Kernels, SlotCache
+from cohort.rollout.native import Decoder, SlotCache
 from cohort.rollout.weights import DecoderWeights
 
 

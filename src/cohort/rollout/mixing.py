@@ -25,7 +25,6 @@ from cohort.policy.layout import Layout
 from cohort.policy.passes import Hidden, KeysValues, PackedPass
 from cohort.policy.recurrent import Recurrence, StateKey, convolve_into, convolve_step
 from cohort.rollout.cache import GroupStep, Places, RowStates
-from cohort.rollout.native.recurrent import STEPS
 
 
 class Reading(PackedPass):
@@ -118,7 +117,7 @@ class StateStep:
     def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:  # noqa: ARG002
         """See ``Recurring``."""
         places, state = self._places, self._places.of(self._states[key])
-        step = STEPS[recurrence] if self._native else recurrence.step
+        step = recurrence.native_step if self._native else recurrence.step
         given = (places.spread(part[: places.count]) if part.ndim > 1 else part for part in values)
         out = places.collect(step(*given, state))
         places.store(self._states[key], state)

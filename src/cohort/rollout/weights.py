@@ -6,7 +6,6 @@ copy in compute precision is made per update; matrices that share an input lie s
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,18 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cohort.native import (
-    call,
-    empty_packed,
-    has_pairs,
-    load,
-    pack,
-    packed_bias,
-    require,
-    room,
-    structure,
-    threads_for,
-)
+from cohort.native import NativeProduct, PackedProduct, multiplies
 from cohort.policy.anatomy import Anatomy, Layer
 from cohort.policy.device import kind_of
 from cohort.policy.experts import NarrowExperts, PreparedExperts
@@ -34,97 +22,6 @@ from cohort.policy.head import is_float32
 from cohort.policy.parts import Experts, Gated, Joint, Linear, Norm
 
 T = TypeVar("T", bound="Product | PreparedExperts | NarrowExperts")
-
-# ----------------------------------------
-# The matrix products of the sampler by native kernels: in float32 from the weights where they are (product.c), in
-# bfloat16 from a packed copy (packed_product.c).
-
-
-CHUNK = 64
-"""Rows that the kernel works on at a time."""
-LANES = 8
-"""Numbers per vector that the kernel is meant for. Processors with fewer have faster products in their libraries."""
-
-
-def multiplies(weights: Sequence[Tensor]) -> bool:
-    """Whether the kernel, which must be available, takes these matrices."""
-    alike = all(w.dtype == torch.float32 and w.device.type == "cpu" and w.is_contiguous() for w in weights)
-    return alike and load().cohort_lanes() >= LANES
-
-
-class NativeProduct:
-    """``y = x W^T + b`` of matrices side by side, which share their input.
-
-    Args:
-        weights: ``[out_i, in]``; read at each call.
-        biases: ``[out_i]``, or None.
-    """
-
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        self._weights = weights
-        self._biases = [None if bias is None else bias.contiguous() for bias in biases]
-        pairs = zip(weights, self._biases, strict=True)
-        rows = [[w.data_ptr(), 0 if bias is None else bias.data_ptr(), len(w)] for w, bias in pairs]
-        self._parts = torch.tensor(rows, dtype=torch.int64)
-        self._in, self._out = weights[0].shape[1], sum(map(len, weights))
-        like = all(bias is None or bias.dtype == torch.float32 for bias in self._biases)
-        require(like and multiplies(weights), "float32 matrices on the CPU")
-        require(all(w.shape[1] == self._in for w in weights), "matrices of one input")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[S, in]`` to ``[S, all outputs]``."""
-        require(x.dtype == torch.float32 and x.shape[1:] == (self._in,), "an input for each column")
-        y = x.new_empty(len(x), self._out)
-        call(
-            "product", x=x.contiguous(), parts=self._parts, turned=room(self._in * CHUNK), y=y, rows=len(x),
-            out=self._out, count=len(self._parts), threads=threads_for(self._out * self._in), **{"in": self._in},
-        )  # fmt: skip
-        return y
-
-
-class PackedProduct:
-    """``y = x W^T + b`` of matrices side by side in bfloat16, on processors that multiply pairs of such numbers. Holds
-    a copy of the matrices in the kernel's own layout: see packed_product.c.
-
-    Args:
-        widths: outputs of each matrix.
-        inputs: of all of them.
-    """
-
-    def __init__(self, widths: Sequence[int], inputs: int) -> None:
-        self._widths, self._in, self._out = list(widths), inputs, sum(widths)
-        self._packed = empty_packed(self._out, inputs)
-        self._bias: Tensor | None = None
-        self._call = structure("packed_product")(packed=self._packed.data_ptr(), out=self._out)
-        self._call.__setattr__("in", inputs + inputs % 2)
-        self._function = load().cohort_packed_product
-        self._function.restype = None
-
-    @staticmethod
-    def takes(weights: Sequence[Tensor]) -> bool:
-        """Whether matrices can be packed, and the processor has the units. The library must be available."""
-        alike = {w.dtype for w in weights} in ({torch.float32}, {torch.bfloat16})
-        return alike and all(w.device.type == "cpu" and w.is_contiguous() for w in weights) and has_pairs()
-
-    def pack(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-        """Read matrices, ``[out_i, in]`` in float32 or bfloat16, and the bias of all outputs, rounded to bfloat16."""
-        require(self.takes(weights), "contiguous float32 or bfloat16 matrices on the CPU")
-        require([tuple(w.shape) for w in weights] == [(n, self._in) for n in self._widths], "matrices as announced")
-        pack(self._packed, weights)
-        self._bias = None if bias is None else packed_bias(bias, self._packed)
-        self._call.bias = None if self._bias is None else self._bias.data_ptr()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[S, in]`` to ``[S, all outputs]``, both in bfloat16."""
-        require(x.dtype == torch.bfloat16 and x.shape[1:] == (self._in,), "an input for each column")
-        x = (functional.pad(x, (0, 1)) if self._in % 2 else x).contiguous()
-        require(x.device.type == "cpu", "numbers on the CPU")
-        y = x.new_empty(len(x), self._out)
-        one = self._call  # filled in by hand: a small model's products take no longer than ``call`` does
-        one.x, one.y, one.rows = x.data_ptr(), y.data_ptr(), len(x)
-        one.threads = threads_for(self._packed.numel())
-        self._function(ctypes.byref(one))
-        return y
 
 
 class Product:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from cohort.native.decode import TILE, StepCall
 from cohort.policy.passes import KeysValues
 from cohort.rollout.cache import Heads
 from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity, round_up
-from cohort.rollout.native.kernels import TILE, StepCall
 
 
 class SlotCache:

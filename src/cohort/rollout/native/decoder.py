@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.native import threads_for
+from cohort.native.decode import Gated, Kernels, LayerCall, Residual
 from cohort.policy.anatomy import Layer
 from cohort.policy.fused import gated, split_gate
 from cohort.policy.lean import LeanLayers
@@ -18,7 +19,6 @@ from cohort.policy.parts import Experts, Norm
 from cohort.policy.recurrent import Recurring
 from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
 from cohort.rollout.native.cache import SlotCache
-from cohort.rollout.native.kernels import Gated, Kernels, LayerCall, Residual
 from cohort.rollout.weights import DecoderWeights
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from cohort.native import load, structure
+from cohort.native.build import load
+from cohort.native.calls import structure
 
 TILE = 8
 """Queries for which keys are read once."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from cohort.native import call, require, threads_for
-from cohort.policy.recurrent import DELTA_RULE, STATE_SPACE, Recurrence
+from cohort.native.calls import call, require, threads_for
 
 
 def delta_step(q_SGK: Tensor, k_SGK: Tensor, v_SAD: Tensor, decay_SA: Tensor, beta_SA: Tensor, state: Tensor) -> Tensor:
@@ -40,7 +37,3 @@ def space_step(x_SAD: Tensor, step_SA: Tensor, decay_A: Tensor, b_SGK: Tensor, c
 def _require_alike(shapes: bool, state: Tensor, expected: tuple[int, ...], *others: Tensor) -> None:
     require(shapes and state.shape == expected, "states of the shapes of their inputs")
     require(all(part.dtype == torch.float32 for part in (state, *others)), "float32")
-
-
-STEPS: dict[Recurrence, Callable[..., Tensor]] = {DELTA_RULE: delta_step, STATE_SPACE: space_step}
-"""The native step of each recurrence."""
