@@ -275,7 +275,7 @@ class CachedBackend(Backend):
         assert self._states is not None
         return self._states
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def begin(self, capacity: Capacity) -> None:
         """See ``Backend``."""
         self.body.begin()
@@ -298,7 +298,7 @@ class CachedBackend(Backend):
         """See ``Backend``."""
         self.body.sleep()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``. Prompts are laid end to end, without padding between them."""
         logits = []
@@ -310,7 +310,7 @@ class CachedBackend(Backend):
             self.states.add_prompts(slots[part], found)
         return torch.cat(logits)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def add_rows(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
         """See ``Backend``."""
         places = self._rows.add(slots)
@@ -318,7 +318,7 @@ class CachedBackend(Backend):
         self.states.add_rows(places, prompts)
         self._order = None
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def release(self, slots: Sequence[int]) -> None:
         """See ``Backend``."""
         moves = self._rows.release(slots)
@@ -326,13 +326,13 @@ class CachedBackend(Backend):
         self.cache.remove_rows(moves, len(self._rows))
         self._order = None
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def remove_prompts(self, slots: Sequence[int]) -> None:
         """See ``Backend``."""
         self.states.remove_prompts(slots)
         self.cache.remove_prompts(self._prompts.release(slots), len(self._prompts))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def extend(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``."""
         return torch.cat([self._extend(slots[part], texts[part]) for part in texts_together(texts)])
@@ -376,7 +376,7 @@ class CachedBackend(Backend):
                 self._order = Order(list(slots), list(slots), self._order.places)
         return self._order
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self, slots: Sequence[int], tokens_S: Tensor) -> Tensor:
         """See ``Backend``."""
         order = self._ordered(slots)
