@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from threading import Event
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from cohort.errors import ConfigError, EngineError
 from cohort.rollout.settings import Sampling
@@ -130,6 +132,12 @@ def check_temperature(value: float, name: str) -> None:
         raise ConfigError(f"{name} is {value:g}: vLLM refuses more than {HIGHEST_TEMPERATURE:g}; set that or less")
 
 
+def check_version(server: str, name: str, found: str, oldest: str) -> None:
+    """Refuse a server that is older than what was read. Raises ``ConfigError``."""
+    if too_old(found, oldest):
+        raise ConfigError(f"{server} runs {name} {found}: {oldest} or newer is needed")
+
+
 def check_vocabulary(server: str, found: int, vocab_size: int) -> None:
     """Refuse a server whose model has another number of tokens than the policy. Raises ``ConfigError``."""
     if found != vocab_size:
@@ -137,6 +145,20 @@ def check_vocabulary(server: str, found: int, vocab_size: int) -> None:
             f"{server} serves a model with {found} tokens, and the policy has {vocab_size}: start it with the policy's "
             "model"
         )
+
+
+def too_old(version: str, oldest: str) -> bool:
+    """Whether a version is older than the oldest that will do. What was built from source may have no number of its own
+    (0.1.dev, 0.0.0), and is not.
+
+    >>> [too_old(one, "0.32") for one in ("0.31.2", "0.32.0rc1", "0.100", "0.1.dev12+gabc", "dev")]
+    [True, False, False, False, False]
+    """
+    try:
+        found = Version(version).release
+    except InvalidVersion:
+        return False
+    return (0, 2) <= found < Version(oldest).release
 
 
 def wants_support(sampling: Sampling) -> bool:
@@ -394,6 +416,10 @@ class Turns(Protocol):
     def busy(self) -> bool:
         """Whether ``next`` has to be called although this rank waits for no turn: another rank's is under way."""
         return False
+
+    def session(self) -> AbstractContextManager[None]:
+        """A block in which every rank has turns drawn until there are none. An error in it is told to the others."""
+        return nullcontext()
 
     def begin(self, number: int, draw: Draw, prompt: int) -> None:
         """Have a turn drawn.

@@ -30,13 +30,14 @@ from cohort.rollout.served.protocol import (
     Server,
     ServerError,
     Update,
+    check_version,
     check_vocabulary,
     checked,
 )
 from cohort.rollout.settings import Sampling
 
 GENERATE = "/generate"
-OLDEST = (0, 5, 23)
+OLDEST = "0.5.23"
 """The version that was read."""
 NO_TOKEN = 2**31 - 1
 """A token id that no model has."""
@@ -129,9 +130,7 @@ class SGLangServer(Client, Server):
     def check(self, vocab_size: int) -> None:
         """See ``Server``."""
         version = self.text("/server_info", "version")
-        numbers = tuple(int(one) for one in re.findall(r"\d+", version)[:3])
-        if OLDEST > numbers > (0, 0, 0):  # 0.0.0.dev: built from source
-            raise ConfigError(f"{self.url} runs SGLang {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
+        check_version(self.url, "SGLang", version, OLDEST)
         # A run that was killed may have left it asleep, or paused while it sent weights. Each rank is here, and waking
         # it twice would end its process: the first weights wake it, and the probe follows them.
         if self.text("/model_info", "weight_version") == ASLEEP:

@@ -28,13 +28,14 @@ from cohort.rollout.served.protocol import (
     ServerError,
     Update,
     candidates_of,
+    check_version,
     check_vocabulary,
     checked,
     wants_support,
 )
 
 GENERATE = "/inference/v1/generate"
-OLDEST = (0, 32)
+OLDEST = "0.32"
 """The first version whose answers name the weights that they come from."""
 NO_TOKEN = 2**31 - 1
 """A token id that no model has."""
@@ -151,9 +152,7 @@ class VLLMServer(Client, Server):
         """See ``Server``."""
         self.any_token = vocab_size if self.masks else -1
         version = self.text("/version", "version")
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        if numbers and OLDEST > (int(numbers[1]), int(numbers[2])) > (0, 1):  # 0.1.dev: built from source
-            raise ConfigError(f"{self.url} runs vLLM {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
+        check_version(self.url, "vLLM", version, OLDEST)
         paused = self.get("/is_paused")
         if isinstance(paused, dict) and paused.get("is_paused"):  # by a run that was killed while it sent weights
             self.post("/resume")
