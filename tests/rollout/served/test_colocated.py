@@ -300,10 +300,19 @@ def test_vllm_gets_a_share_of_what_is_free(llm, policy, tokenizer, monkeypatch, 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
     engine = engine_of(policy, tokenizer, sleeps=sleeps, vllm={"gpu_memory_utilization": given})
     engine.turns.on_gpu = True
+    assert engine.turns.reserved == pytest.approx(0 if sleeps else share * 80 * 2**30)
     engine.update_weights(0)
+    assert engine.turns.reserved == 0  # taken
     arguments = llm.made[0].arguments
     assert arguments["gpu_memory_utilization"] == pytest.approx(share)
     assert (arguments["enforce_eager"], arguments["enable_sleep_mode"]) == (False, sleeps)
+
+
+def test_what_vllm_will_take_is_no_room_for_the_update(llm, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    monkeypatch.setattr("cohort.train.memory.free_bytes", lambda device: 7 * 2**30)
+    budget = run(tokenizer, tmp_path).budget
+    assert budget.free == 4 * 2**30
 
 
 def test_further_arguments_go_to_vllm(llm, policy, tokenizer):

@@ -357,8 +357,7 @@ class Colocated(Turns):
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process, and takes tensors of it
         if not self.on_gpu:
-            gib = max(1, min(CPU_GIB, (free_bytes(self.policy.device) or 0) // 2**32))
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(gib))
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(self._cache_gib())
         try:
             with preserved():  # vLLM seeds the generators
                 from vllm import LLM
@@ -406,6 +405,20 @@ class Colocated(Turns):
         if self.adapter is not None:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.adapter.reserved}
         return arguments | settings.arguments
+
+    @property
+    def reserved(self) -> int:
+        """See ``Turns``."""
+        if self._llm is not None or self.sleeps:
+            return 0
+        if not self.on_gpu:
+            return self._cache_gib() * 2**30
+        return int(self._memory_share() * torch.cuda.mem_get_info(self.policy.device)[1])
+
+    def _cache_gib(self) -> int:
+        """The memory of the cache of keys and values on a CPU."""
+        given = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+        return int(given) if given else max(1, min(CPU_GIB, (free_bytes(self.policy.device) or 0) // 2**32))
 
     def _memory_share(self) -> float:
         """The part of the device's memory that vLLM gets."""

@@ -40,12 +40,14 @@ class ServerError(EngineError):
         path: the route.
         reason: what happened.
         status: the HTTP status; None when there was no answer.
+        retry_after: seconds until it wants to be asked again; None: it did not say.
     """
 
-    def __init__(self, server: str, path: str, reason: str, status: int | None = None) -> None:
+    def __init__(
+        self, server: str, path: str, reason: str, status: int | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(f"{server}{path}: {reason}")
-        self.reason = reason
-        self.status = status
+        self.reason, self.status, self.retry_after = reason, status, retry_after
 
     @property
     def is_failure(self) -> bool:
@@ -416,6 +418,11 @@ class Turns(Protocol):
     def busy(self) -> bool:
         """Whether ``next`` has to be called although this rank waits for no turn: another rank's is under way."""
         return False
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the policy's device that it has yet to take, and keeps during updates."""
+        return 0
 
     def session(self) -> AbstractContextManager[None]:
         """A block in which every rank has turns drawn until there are none. An error in it is told to the others."""
