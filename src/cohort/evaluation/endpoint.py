@@ -27,7 +27,7 @@ from cohort.rewards.functions import parameters_of
 from cohort.rollout import RNGKey, Sampler, Sampling, Watch
 from cohort.rollout.engine import samplings_of
 from cohort.rollout.served.http import Client
-from cohort.rollout.served.protocol import ServerError
+from cohort.rollout.served.protocol import ServerError, reading
 from cohort.types import Completion, FinishReason, Group, Prompt, Segment
 
 ATTEMPTS = 6
@@ -282,7 +282,7 @@ def read_answer(server: str, path: str, answer: Any, stop: Sequence[str] = ()) -
     Raises:
         ServerError: the answer is malformed.
     """
-    try:
+    with reading(server, path, answer):
         (choice,) = answer["choices"]
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         reason, count = FINISHED.get(choice["finish_reason"], FinishReason.ERROR), answer["usage"]["completion_tokens"]
@@ -290,8 +290,6 @@ def read_answer(server: str, path: str, answer: Any, stop: Sequence[str] = ()) -
         if not isinstance(text, str) or count < 0:
             raise ValueError("text and completion_tokens")
         matched = next((choice[name] for name in MATCHED if choice.get(name) in stop), None)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ServerError(server, path, f"unexpected answer ({error!r}): {str(answer)[:200]}") from None
     return _completion(text + matched, count, FinishReason.STOP) if matched else _completion(text, count, reason)
 
 

@@ -7,8 +7,9 @@ checked by the same rules. Imports neither vLLM nor torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import Event
 from types import MappingProxyType
@@ -53,6 +54,15 @@ class ServerError(EngineError):
     def is_failure(self) -> bool:
         """Whether the server failed, so that another may succeed. False: it refused this request."""
         return self.status is None or self.status >= 500
+
+
+@contextmanager
+def reading(server: str, path: str, answer: Any) -> Iterator[None]:
+    """A block that takes an answer apart. Raises ``ServerError``: it has another shape."""
+    try:
+        yield
+    except (TypeError, KeyError, ValueError, IndexError, AttributeError, OverflowError, EOFError) as error:
+        raise ServerError(server, path, f"unexpected answer ({error!r}): {str(answer)[:200]}") from None
 
 
 class WrongWeightsError(ServerError):
@@ -140,9 +150,24 @@ def check_version(server: str, name: str, found: str, oldest: str) -> None:
         raise ConfigError(f"{server} runs {name} {found}: {oldest} or newer is needed")
 
 
-def check_vocabulary(server: str, found: int, vocab_size: int) -> None:
-    """Refuse a server whose model has another number of tokens than the policy. Raises ``ConfigError``."""
-    if found != vocab_size:
+def check_vocabulary(server: str, path: str, answer: str, pattern: str, vocab_size: int, *, above: int = 0) -> None:
+    """Refuse a server whose model has another number of tokens than the policy. No route says how many it has; the
+    error about a bias of an unknown token does.
+
+    Args:
+        server, path: where it was asked.
+        answer: the error.
+        pattern: finds the number in it.
+        vocab_size: tokens of the policy.
+        above: what the model has more than that number.
+
+    Raises:
+        ConfigError: it has another number.
+        ServerError: the answer does not say how many.
+    """
+    if not (size := re.search(pattern, answer)):
+        raise ServerError(server, path, f"cannot tell how many tokens the model has: {answer}")
+    if (found := int(size[1]) + above) != vocab_size:
         raise ConfigError(
             f"{server} serves a model with {found} tokens, and the policy has {vocab_size}: start it with the policy's "
             "model"
