@@ -37,7 +37,7 @@ from cohort.report.describe import announce, describe_run
 from cohort.report.progress import best_lines, evaluation_line
 from cohort.report.trackers import Trackers
 from cohort.rewards import RewardFunction
-from cohort.rollout import DividedSampler, EngineSetup, Sampler, Sampling
+from cohort.rollout import DividedSampler, EngineSetup, Sampler, Sampling, ServedEngine
 from cohort.rollout.setup import with_engine
 from cohort.runs.checkpoints import set_seed
 from cohort.runs.folder import (
@@ -148,7 +148,9 @@ class GRPOTrainer:
         if optimizers[0] is not None:
             self.optimizer.use(*optimizers)
         together(self.world, self.optimizer.allocate_state)  # before the free memory is measured, here and in rollouts
-        sizes = config.optim.microbatch_tokens, self._longest_prompt, config.rollout.max_completion_length
+        lengths = self._longest_prompt, config.rollout.max_completion_length
+        reserved = self.engine.turns.reserved if isinstance(self.engine, ServedEngine) else 0
+        sizes = config.optim.microbatch_tokens, *lengths, reserved
         self.budget = ranks.common_budget(self.layout, lambda: find_budget(self.policy, *sizes))
 
     @output_outlasted()

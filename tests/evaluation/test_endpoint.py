@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from contextlib import nullcontext
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -32,11 +33,12 @@ class Api:
                 with api.lock:
                     api.asked.append((self.path, body, self.headers.get("Authorization")))
                     number = len(api.asked)
-                status, answer = api.answer(number, self.path, body)
+                status, answer, *headers = api.answer(number, self.path, body)
                 content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 try:
                     self.send_response(status)
-                    self.send_header("Content-Length", str(len(content)))
+                    for header in [("Content-Length", str(len(content))), *headers]:
+                        self.send_header(*header)
                     self.end_headers()
                     self.wfile.write(content)
                 except OSError:  # the client has gone
@@ -140,6 +142,46 @@ def test_a_busy_server_is_asked_again(api):
     assert len(api.asked) == 3
     assert group.completions[0].text == "x"
     assert len({json.dumps(body) for _, body, _ in api.asked}) == 1
+
+
+@pytest.mark.parametrize("form", ["seconds", "date"])
+def test_a_busy_server_says_when_to_ask_again(api, monkeypatch, form):
+    monkeypatch.setattr(endpoint, "WAIT_SECONDS", 20.0)
+    times = []
+
+    def answer(number, path, body):
+        times.append(time.time())
+        if number == 1:  # a date has whole seconds, so it may be up to one less
+            after = "1" if form == "seconds" else formatdate(times[0] + 2, usegmt=True)
+            return 429, {}, ("Retry-After", after)
+        return 200, chat("x")
+
+    api.answer = answer
+    (group,) = sampler(api).generate(prompts(1), 1, Sampling(4), RNGKey(0, 0))
+    assert group.completions[0].text == "x"
+    assert 0.9 < times[1] - times[0] < 5
+
+
+def test_a_server_that_asks_for_hours_is_not_waited_for(api):
+    api.answer = lambda *_: (429, {"error": {"message": "quota"}}, ("Retry-After", "7200"))
+    with pytest.raises(EngineError, match="quota.*asks to wait for 7,200 s"):
+        sampler(api).generate(prompts(1), 1, Sampling(4), RNGKey(0, 0))
+    assert len(api.asked) == 1
+
+
+def test_the_limit_of_tokens_has_the_name_that_a_model_takes(api):
+    refusal = "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens'."
+
+    def answer(number, path, body):
+        return (400, {"error": {"message": refusal}}) if "max_tokens" in body else (200, chat("x"))
+
+    api.answer, one = answer, sampler(api)
+    for _ in range(2):
+        groups = one.generate(prompts(1), 1, Sampling(4), RNGKey(0, 0))
+        assert groups[0].completions[0].text == "x"
+    refused, *taken = [body for _, body, _ in api.asked]
+    assert len(taken) == 2  # learned once, and used from then on
+    assert all({**body, "max_tokens": 4} == {**refused, "max_completion_tokens": 4} for body in taken)
 
 
 def test_reasons_and_texts(api):

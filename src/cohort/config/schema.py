@@ -666,7 +666,7 @@ class ServerConfig(Section):
     """Time limit of a completion in seconds. A server that exceeds it is left out; the completion is repeated on
     another."""
     startup_timeout: PositiveFloat = 600.0
-    """How long to wait for servers to answer when a run starts, in seconds."""
+    """How long to wait for servers to answer when a run starts, or when all have failed, in seconds."""
     transport: Literal["folder", "group"] = "folder"
     """How weights get to servers. "folder": as safetensors in shared memory, or in `server.folder`. "group": by
     broadcasts in a torch process group for each server, through NCCL between GPUs and gloo elsewhere."""

@@ -27,18 +27,20 @@ from cohort.rewards.functions import parameters_of
 from cohort.rollout import RNGKey, Sampler, Sampling, Watch
 from cohort.rollout.engine import samplings_of
 from cohort.rollout.served.http import Client
-from cohort.rollout.served.protocol import ServerError
+from cohort.rollout.served.protocol import ServerError, reading
 from cohort.types import Completion, FinishReason, Group, Prompt, Segment
 
 ATTEMPTS = 6
 """How often a request is sent while the server is busy or fails."""
 WAIT_SECONDS = 1.0
-"""Between the first two; twice as long before each further one."""
+"""Between the first two; twice as long before each further one. A server may ask for another time (Retry-After)."""
 BUSY = 429
+NEWER_LIMIT = "max_completion_tokens"
+"""What some models want in place of ``max_tokens``: they refuse it with a message that names this."""
 MOST = 32
 """Requests at the same time at most: public servers count them."""
 SECONDS = 600.0
-"""Time limit of a request."""
+"""Time limit of a request, and of a wait that a server asks for."""
 POLL_SECONDS = 0.1
 NO_TOKEN = -1
 """What stands for a token of a completion whose token ids are unknown."""
@@ -146,12 +148,13 @@ class EndpointSampler(Sampler):
         max_batch_size: requests under way at the same time.
         notes: for people, below the line that describes the model.
 
-    A request is sent again while the server is busy or fails; see ``ATTEMPTS``. ``generate`` raises ``ConfigError``
-    when the server refuses a request, and ``EngineError`` when it keeps failing.
+    A request is sent again while the server is busy or fails; see ``ATTEMPTS`` and ``WAIT_SECONDS``. ``generate``
+    raises ``ConfigError`` when the server refuses a request, and ``EngineError`` when it keeps failing.
     """
 
     def __init__(self, client: Client, name: str, max_batch_size: int, notes: Sequence[str] = ()) -> None:
         self.client, self.name, self.max_batch_size, self.notes = client, name, max_batch_size, notes
+        self._limit = "max_tokens"
 
     def describe_model(self) -> str:
         """Model and server, and the notes, each in a line."""
@@ -204,18 +207,26 @@ class EndpointSampler(Sampler):
     def _draw(self, prompt: Prompt, sample: int, sampling: Sampling, key: RNGKey, stopped: Event) -> Completion:
         """One completion. Once ``stopped`` is set, no request is sent again."""
         path, body = request_of(prompt, sampling, key.request_seed(prompt.uid, sample, 0))
-        failure: ServerError | None = None
-        for attempt in range(ATTEMPTS):
-            if stopped.wait(attempt and WAIT_SECONDS * 2 ** (attempt - 1)):
-                break
+        attempt, pause = 0, 0.0
+        while not stopped.wait(pause):
+            sent = {self._limit if name == "max_tokens" else name: value for name, value in body.items()}
             try:
-                answer = self.client.post(path, {"model": self.name, **body}, timeout=SECONDS)
+                answer = self.client.post(path, {"model": self.name, **sent}, timeout=SECONDS)
                 return read_answer(self.client.url, path, answer, sampling.stop)
             except ServerError as error:
+                if error.status == 400 and "max_tokens" in sent and NEWER_LIMIT in error.reason:
+                    self._limit, pause = NEWER_LIMIT, 0.0
+                    continue
                 if not error.is_failure and error.status != BUSY:
                     raise ConfigError(f"{error}. The endpoint refuses what the settings ask for") from None
-                failure = error
-        raise EngineError(f"{failure}, after {ATTEMPTS} attempts")
+                attempt, pause = attempt + 1, WAIT_SECONDS * 2**attempt
+                if error.retry_after is not None:
+                    pause = max(0.0, error.retry_after)
+                if attempt == ATTEMPTS:
+                    raise EngineError(f"{error}, after {ATTEMPTS} attempts") from None
+                if pause > SECONDS:
+                    raise EngineError(f"{error}. It asks to wait for {pause:,.0f} s: try again then") from None
+        raise EngineError("it was cancelled")
 
 
 def fields_of(sampling: Sampling) -> dict[str, Any]:
@@ -271,7 +282,7 @@ def read_answer(server: str, path: str, answer: Any, stop: Sequence[str] = ()) -
     Raises:
         ServerError: the answer is malformed.
     """
-    try:
+    with reading(server, path, answer):
         (choice,) = answer["choices"]
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         reason, count = FINISHED.get(choice["finish_reason"], FinishReason.ERROR), answer["usage"]["completion_tokens"]
@@ -279,8 +290,6 @@ def read_answer(server: str, path: str, answer: Any, stop: Sequence[str] = ()) -
         if not isinstance(text, str) or count < 0:
             raise ValueError("text and completion_tokens")
         matched = next((choice[name] for name in MATCHED if choice.get(name) in stop), None)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ServerError(server, path, f"unexpected answer ({error!r}): {str(answer)[:200]}") from None
     return _completion(text + matched, count, FinishReason.STOP) if matched else _completion(text, count, reason)
 
 

@@ -219,6 +219,7 @@ class EngineSetup:
                 self._sender,
                 max_batch_size=rollout.max_batch_size,
                 request_timeout=config.server.request_timeout,
+                startup_timeout=config.server.startup_timeout,
                 probe=lambda server: probe(server, server.url, self._found[server]),
                 sleeps=self.sleeps,
                 max_lora_rank=min(found.adapters for found in self._found.values()),

@@ -100,7 +100,9 @@ class TokenBudget:
         return text
 
 
-def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_completion: int) -> TokenBudget:
+def find_budget(
+    policy: Policy, given: int | None, longest_prompt: int, longest_completion: int, reserved: int = 0
+) -> TokenBudget:
     """The budget of the settings, or the one that fills half of the free memory, with its predicted peak.
 
     Passes over arbitrary tokens are tried: two short ones to measure the memory of one token, and one with the longest
@@ -112,12 +114,13 @@ def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_
         given: the setting; None: choose.
         longest_prompt: in tokens.
         longest_completion: in tokens.
+        reserved: bytes of the free memory that the sampler will take.
 
     Raises:
         ModelError: memory runs out in one of these passes.
     """
     try:
-        return _measured_budget(policy, given, longest_prompt, longest_completion)
+        return _measured_budget(policy, given, longest_prompt, longest_completion, reserved)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
@@ -127,7 +130,9 @@ def find_budget(policy: Policy, given: int | None, longest_prompt: int, longest_
         ) from error
 
 
-def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, longest_completion: int) -> TokenBudget:
+def _measured_budget(
+    policy: Policy, given: int | None, longest_prompt: int, longest_completion: int, reserved: int
+) -> TokenBudget:
     context = context_length(policy.model.config) or 2 * max(PROBED_TOKENS)
     small, large = (min(size, context * size // (2 * max(PROBED_TOKENS))) for size in PROBED_TOKENS)
     if policy.device.type == "cuda":  # the first pass allocates what libraries work in, and they keep it
@@ -139,6 +144,7 @@ def _measured_budget(policy: Policy, given: int | None, longest_prompt: int, lon
         most = min(most, max(PLAIN_TOKENS, int(MORE_BYTES / per_token)))
     cut, free = can_cut(policy.passes), free_bytes(policy.device)
     if free is not None:
+        free = max(0, free - reserved)
         most = min(most, max(FEWEST_TOKENS, int(free * FREE_SHARE / per_token)))
     whole = min(longest_completion, max(given or most, FEWEST_TOKENS)) if cut else longest_completion
     longest = peak_bytes(policy, longest_prompt, whole)

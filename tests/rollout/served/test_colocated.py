@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,16 +11,16 @@ import pytest
 import torch
 
 from cohort.config import ModelConfig, VLLMConfig
-from cohort.errors import ConfigError, EngineError, PolicyMismatchError
+from cohort.errors import ConfigError, DataError, EngineError, PolicyMismatchError
 from cohort.parallel import World
 from cohort.policy import Policy, Precision, load_policy, load_tokenizer
 from cohort.rollout import DividedSampler, Request, RNGKey, Sampling, ServedEngine, Watch
-from cohort.rollout.served import colocated
-from cohort.rollout.served.colocated import NAME, Colocated
+from cohort.rollout.served import colocated, tensor_group
+from cohort.rollout.served.colocated import NAME, Colocated, missing
 from cohort.rollout.served.connect import Probe
 from cohort.types import FinishReason, Group
 from tests.conftest import DEMO_MODEL, tiny_llama
-from tests.parallel.launching import on_ranks
+from tests.parallel.launching import Ranks, on_ranks
 from tests.train.harness import (
     digits_reward,
     make_trainer,
@@ -299,10 +300,19 @@ def test_vllm_gets_a_share_of_what_is_free(llm, policy, tokenizer, monkeypatch, 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
     engine = engine_of(policy, tokenizer, sleeps=sleeps, vllm={"gpu_memory_utilization": given})
     engine.turns.on_gpu = True
+    assert engine.turns.reserved == pytest.approx(0 if sleeps else share * 80 * 2**30)
     engine.update_weights(0)
+    assert engine.turns.reserved == 0  # taken
     arguments = llm.made[0].arguments
     assert arguments["gpu_memory_utilization"] == pytest.approx(share)
     assert (arguments["enforce_eager"], arguments["enable_sleep_mode"]) == (False, sleeps)
+
+
+def test_what_vllm_will_take_is_no_room_for_the_update(llm, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    monkeypatch.setattr("cohort.train.memory.free_bytes", lambda device: 7 * 2**30)
+    budget = run(tokenizer, tmp_path).budget
+    assert budget.free == 4 * 2**30
 
 
 def test_further_arguments_go_to_vllm(llm, policy, tokenizer):
@@ -312,6 +322,16 @@ def test_further_arguments_go_to_vllm(llm, policy, tokenizer):
     found = {name: arguments[name] for name in ("max_model_len", "block_size", "enforce_eager", "max_num_seqs")}
     assert found == {"max_model_len": 128, "block_size": 16, "enforce_eager": False, "max_num_seqs": 7}
     assert (arguments["dtype"], arguments["logprobs_mode"]) == ("float32", "processed_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("version", "why"),
+    [("0.31.1", "vLLM 0.31.1 is older than 0.32"), ("0.32.0", ""), ("0.100.0", ""), ("0.1.dev12+gabc", "")],
+)
+def test_an_old_vllm_is_told(monkeypatch, version, why):
+    monkeypatch.setattr(colocated, "find_spec", lambda name: name)
+    monkeypatch.setattr(colocated, "version", lambda name: version)
+    assert missing() == why
 
 
 # Whole runs.
@@ -417,6 +437,89 @@ def test_ranks_of_a_tensor_group_step_through_the_same_requests(llm, policy, tok
     assert {name.split(":")[0] for name in asked} == {"probe", "0", "1"}
     assert left == 0
     assert events[-2:] == ["shutdown", "left the groups"]  # the process group is the trainer's
+
+
+def failed_together():
+    """What a rank of a tensor group raises when rank 1 fails: in vLLM, in a callback, while it loads; and what it draws
+    afterwards."""
+    with on_a_rank() as (llm, tokenizer):
+        world, found = World.of_environment(), []
+        fails = world.rank == 1
+        engine = engine_of(policy_of(tokenizer), tokenizer, world=world, vllm={"tensor_parallel_size": world.size})
+        engine.update_weights(0)
+        sampler = DividedSampler(engine, world)
+
+        def fail(*_):
+            if fails:
+                raise DataError("seven")
+
+        def generate(watch=None):
+            return sampler.generate(PROMPTS, 2, Sampling(12), KEY, watch)
+
+        def after_five():
+            if llm.made[0].steps > 5:
+                fail()
+
+        for watch in (Watch(on_completion=fail), Watch(on_step=fail), None):
+            llm.fault = staticmethod(lambda: None) if watch else staticmethod(after_five)
+            with pytest.raises((DataError, EngineError)) as raised:
+                generate(watch)
+            found.append(str(raised.value))
+        llm.fault = staticmethod(lambda: None)
+        engine.turns.probe = lambda _: fail() or {}
+        with pytest.raises(DataError) as raised:
+            engine.update_weights(1)
+        found.append(str(raised.value))
+        engine.turns.probe = None
+        engine.update_weights(2)
+        groups = generate()
+        world.close()
+        return found, [[c.token_ids.tolist() for c in group.completions] for group in groups]
+
+
+@pytest.mark.ranks
+def test_a_rank_of_a_tensor_group_that_fails_is_named_by_the_others(llm, policy, tokenizer):
+    engine = engine_of(policy, tokenizer)
+    engine.update_weights(0)
+    alone = [
+        [c.token_ids.tolist() for c in group.completions] for group in engine.generate(PROMPTS, 2, Sampling(12), KEY)
+    ]
+    with Ranks(2, failed_together) as ranks:
+        ranks.wait(30)
+        outcomes = ranks.outcomes()
+    (_, (one, drawn), _), (_, (other, _), _) = outcomes
+    assert drawn == alone
+    for heard, own in zip(one, other, strict=True):
+        assert "rank 1 of 2" in heard
+        assert "seven" in heard
+        assert "seven" in own
+
+
+def stuck_in_vllm():
+    with on_a_rank() as (llm, tokenizer):
+        world = World.of_environment()
+        tensor_group.GRACE_SECONDS = 0.5
+        engine = engine_of(policy_of(tokenizer), tokenizer, world=world, vllm={"tensor_parallel_size": world.size})
+        engine.update_weights(0)
+
+        def fault():
+            if world.rank == 1:
+                raise RuntimeError("no memory")
+            time.sleep(600)  # as a collective without the other rank
+
+        llm.fault = staticmethod(fault)
+        DividedSampler(engine, world).generate(PROMPTS, 2, Sampling(12), KEY)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_waits_in_vllm_for_one_that_failed_ends():
+    with Ranks(2, stuck_in_vllm) as ranks:
+        ranks.wait(30)
+        (died, code, stderr), (raised, (kind, text), _) = ranks.outcomes()
+    assert (died, code, raised, kind) == ("died", 1, "raised", "EngineError")
+    assert "rank 0 of 2 waits inside vLLM and ends: rank 1 of 2" in stderr
+    assert "no memory" in stderr
+    assert "no memory" in text
 
 
 def trained_on_a_rank(folder, settings):

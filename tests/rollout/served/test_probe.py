@@ -96,5 +96,5 @@ def test_a_gap_that_is_no_number_stops_the_run(probe, server, stand_in):
 
 def test_an_answer_without_scores_is_an_error(probe, server, stand_in):
     stand_in.fault = lambda number, body, answer: {"choices": answer["choices"]}
-    with pytest.raises(ServerError, match="unexpected answer to the probe"):
+    with pytest.raises(ServerError, match="unexpected answer"):
         probe(server)

@@ -356,7 +356,13 @@ def test_draws_follow_the_truncated_distribution(tmp_path):
 @pytest.mark.parametrize("parallel", [1, 2], ids=["each its own", "tensor parallel"])
 def test_two_ranks(parallel, tmp_path):
     settings = {"vllm": {"tensor_parallel_size": parallel}}
+    left = [Path(f"/dev/shm/-tp:0-[0-1]-cpushm_{rank}") for rank in range(2)]  # as vLLM leaves them
+    for path in left:
+        path.touch()
     one, other = on_ranks(2, rewards_in_process, tmp_path / "two", 3, {}, settings)
     alone_ = alone(rewards_in_process, tmp_path / "one", 3, {}, {})
+    assert set(Path("/dev/shm").glob("*cpushm*")) == set(left)
+    for path in left:
+        path.unlink()
     assert one == other
     assert one == pytest.approx(alone_, abs=0.1)  # the same draws, but for those that rounding decides

@@ -4,8 +4,8 @@ Nothing is sent anywhere. The ``LLM`` starts with the first weights, when everyt
 device, so that what is free can be measured. While the policy is updated it sleeps: its weights and its cache are
 freed, and the allocator of torch gives back what it keeps before they are mapped again.
 
-Several ranks have an ``LLM`` each. With tensor parallelism, ranks that follow each other form one: they exchange the
-requests that are new before each step, so all step through the same ones.
+Several ranks have an ``LLM`` each. With tensor parallelism, ranks that follow each other form one (``tensor_group``):
+they exchange the requests that are new before each step, so all step through the same ones.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,8 @@ from cohort.policy import Policy, has_adapters, named_weights
 from cohort.policy.device import preserved, release_memory
 from cohort.rollout.backend import free_bytes
 from cohort.rollout.served.adapters import Adapter
-from cohort.rollout.served.protocol import Description, Draw, Drawn, Outcome, RawTurn, Turns, checked
+from cohort.rollout.served.protocol import Description, Draw, Drawn, Outcome, RawTurn, Turns, checked, too_old
+from cohort.rollout.served.tensor_group import TensorGroup
 from cohort.rollout.served.vllm import CONTINUATION, OLDEST, sampling_parameters
 
 NAME = "vLLM in this process"
@@ -43,6 +45,7 @@ ENVIRONMENT = {
 }
 SHARE_ASLEEP, SHARE_AWAKE = 0.9, 0.45
 """The part of the free memory that vLLM gets if it sleeps during the updates, and if it does not."""
+WORKER = "cohort.rollout.served.cpu_worker.NamedWorker"
 CPU_GIB = 4
 """Most memory of the cache of keys and values on a CPU, which is a quarter of what is free."""
 
@@ -56,8 +59,7 @@ def missing() -> str:
             found = version(name)
         except PackageNotFoundError:
             continue
-        numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
-        return "" if numbers >= OLDEST else f"vLLM {found} is older than {'.'.join(map(str, OLDEST))}"
+        return f"vLLM {found} is older than {OLDEST}" if too_old(found, OLDEST) else ""
     return ""
 
 
@@ -104,7 +106,7 @@ class Colocated(Turns):
         self._llm: Any = None
         self._lora: Any = None
         self._asleep = False
-        self._group = _TensorGroup.of(self.world, settings.tensor_parallel_size)
+        self._group = TensorGroup.of(self.world, settings.tensor_parallel_size)
         self.together = self._group is not None
         self._draws: dict[str, tuple[int, Draw]] = {}
         self._new: list[tuple[str, Draw]] = []
@@ -137,8 +139,16 @@ class Colocated(Turns):
             return False
         self._agree()
         if not self._running:
-            self._agreed = False
+            self._agreed, self._group.over = False, True
         return bool(self._running)
+
+    def session(self) -> AbstractContextManager[None]:
+        """See ``Turns``."""
+        return nullcontext() if self._group is None else self._group.session()
+
+    def _inside(self) -> AbstractContextManager[None]:
+        """A block in which vLLM may wait for other ranks."""
+        return nullcontext() if self._group is None else self._group.inside()
 
     def begin(self, number: int, draw: Draw, prompt: int) -> None:  # noqa: ARG002 - there is one prefix cache
         """See ``Turns``."""
@@ -194,7 +204,8 @@ class Colocated(Turns):
     def _step(self) -> list[Any]:
         """Decode one token of each request; returns those that have ended."""
         try:
-            outputs = self._llm.llm_engine.step()
+            with self._inside():
+                outputs = self._llm.llm_engine.step()
         except Exception as error:
             raise EngineError(f"{NAME} failed ({type(error).__name__}: {str(error)[:300]})") from error
         return [output for output in outputs if output.finished]
@@ -253,6 +264,13 @@ class Colocated(Turns):
             ConfigError: vLLM does not start with the model or the settings.
             PolicyMismatchError: the probe found that it computes something else.
         """
+        with self.session():
+            with self._inside():
+                self._load(version)
+            if self._group is not None:
+                self._group.gather(None)
+
+    def _load(self, version: int) -> None:
         release_memory()  # what this process's allocator keeps, vLLM could not map
         first = self._llm is None
         if first:
@@ -307,6 +325,8 @@ class Colocated(Turns):
         """See ``Turns``."""
         llm, self._llm = self._llm, None
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._group is not None:
+            self._group.closed = True
         if llm is None:
             return
         from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
@@ -337,13 +357,14 @@ class Colocated(Turns):
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process, and takes tensors of it
         if not self.on_gpu:
-            gib = max(1, min(CPU_GIB, (free_bytes(self.policy.device) or 0) // 2**32))
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(gib))
+            os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(self._cache_gib())
         try:
             with preserved():  # vLLM seeds the generators
                 from vllm import LLM
 
                 self._llm = LLM(**self._arguments())
+            if self._group is not None:
+                self._group.free_names()
         except ImportError as error:
             raise ConfigError(f"rollout.engine 'vllm' needs vLLM ({error}): {INSTALL}") from None
         except Exception as error:
@@ -379,9 +400,25 @@ class Colocated(Turns):
             arguments["gpu_memory_utilization"] = self._memory_share()
         if self.world.size > 1:
             arguments["distributed_executor_backend"] = "external_launcher"
+        if self._group is not None and not self.on_gpu:
+            arguments |= {"worker_cls": WORKER, "additional_config": {"run": self._group.name}}
         if self.adapter is not None:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.adapter.reserved}
         return arguments | settings.arguments
+
+    @property
+    def reserved(self) -> int:
+        """See ``Turns``."""
+        if self._llm is not None or self.sleeps:
+            return 0
+        if not self.on_gpu:
+            return self._cache_gib() * 2**30
+        return int(self._memory_share() * torch.cuda.mem_get_info(self.policy.device)[1])
+
+    def _cache_gib(self) -> int:
+        """The memory of the cache of keys and values on a CPU."""
+        given = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+        return int(given) if given else max(1, min(CPU_GIB, (free_bytes(self.policy.device) or 0) // 2**32))
 
     def _memory_share(self) -> float:
         """The part of the device's memory that vLLM gets."""
@@ -403,31 +440,6 @@ class Colocated(Turns):
         config.architectures = [type(base).__name__]
         config.save_pretrained(folder)
         return str(folder)
-
-
-class _TensorGroup:
-    """The ranks that are one tensor-parallel ``LLM``."""
-
-    def __init__(self, group: Any, size: int) -> None:
-        self.group, self.size = group, size
-
-    @classmethod
-    def of(cls, world: World, size: int) -> _TensorGroup | None:
-        """The group of this rank; None if each rank is alone. Every rank calls."""
-        if size == 1:
-            return None
-        own: Any = None
-        for first in range(0, world.size, size):
-            ranks = list(range(first, first + size))
-            group = torch.distributed.new_group(ranks, backend="gloo")
-            own = group if world.rank in ranks else own
-        return cls(own, size)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of the group's ranks."""
-        values: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(values, value, group=self.group)
-        return values
 
 
 def pack_tied_head(model: torch.nn.Module) -> None:

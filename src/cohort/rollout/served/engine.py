@@ -15,9 +15,11 @@ from cohort.errors import ConfigError
 from cohort.policy import Policy, context_length, placeholder_ids
 from cohort.rollout.checks import check_finished, check_requests, describe_policy
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, TokenEvent, Watch
+from cohort.rollout.philox import RNGKey
 from cohort.rollout.served.protocol import Draw, Drawn, Turns, check_temperature
+from cohort.rollout.settings import Sampling
 from cohort.rollout.trajectory import StopStrings, Trajectory
-from cohort.types import FinishReason
+from cohort.types import FinishReason, Group, Prompt
 
 POLL_SECONDS = 0.02
 """How often callbacks of a Watch are called while nothing ends."""
@@ -69,6 +71,18 @@ class ServedEngine(Engine):
     def unfinished(self) -> int:
         """See ``Engine``."""
         return len(self._under_way) + len(self._parked) + len(self._ended) + self._streaming
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling | Sequence[Sampling],
+        key: RNGKey,
+        watch: Watch | None = None,
+    ) -> list[Group]:
+        """See ``Engine``."""
+        with self.turns.session():
+            return super().generate(prompts, num_generations, sampling, key, watch)
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """See ``Engine``. ``ConfigError``: there are no weights yet, or vLLM does not draw at the temperature."""

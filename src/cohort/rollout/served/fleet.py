@@ -24,8 +24,8 @@ from cohort.rollout.served.protocol import Draw, Drawn, Outcome, Server, ServerE
 from cohort.rollout.served.weights import FolderSender, Sender
 
 log = logging.getLogger("cohort.rollout")
-BACKOFF_SECONDS = 0.25
-"""Wait before servers that all failed are looked at again; it doubles each time."""
+BACKOFF_SECONDS, LONGEST_BACKOFF = 0.25, 8.0
+"""Wait before servers that all failed are looked at again; it doubles each time, up to the second."""
 KEEP_TOGETHER = 16
 """Requests that a server may have more than the least busy one to get those that share a prefix with earlier ones."""
 RECHECK_SECONDS = 5.0
@@ -76,20 +76,32 @@ class Fleet:
         with self._changed:
             return [server for server in self.servers if self._states[server].version != self.version]
 
+    @property
+    def may_return(self) -> bool:
+        """Whether a server that is left out has the present weights, as far as is known."""
+        with self._changed:
+            return any(state.version == self.version for state in self._states.values())
+
+    def pause(self, seconds: float) -> None:
+        """Wait until a server gets requests, for so many seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.live, seconds)
+
     @contextmanager
-    def slot(self, preferred: Server | None = None) -> Iterator[Server]:
-        """Wait for a place at the least busy server, and hold it.
+    def slot(self, preferred: Server | None = None) -> Iterator[Server | None]:
+        """Wait for a place at the least busy server, and hold it; None if no server is left.
 
         Args:
             preferred: holds a prefix of the request in its cache.
-
-        Raises:
-            EngineError: no server is left.
         """
         with self._changed:
-            while (server := self._choose(preferred)) is None:
+            while (server := self._choose(preferred)) is None and self.live:
                 self._changed.wait()
-            self._states[server].in_flight += 1
+            if server is not None:
+                self._states[server].in_flight += 1
+        if server is None:
+            yield None
+            return
         try:
             yield server
         finally:
@@ -175,11 +187,9 @@ class Fleet:
         return EngineError(f"{what}\n" + "\n".join(reasons))
 
     def _choose(self, preferred: Server | None) -> Server | None:
-        """The server of the next request; None while all are full."""
-        if not (live := self.live):
-            raise self.failure("no server is left:")
-        busy = {server: self._states[server].in_flight for server in live}
-        free = [server for server in live if busy[server] < self.max_in_flight]
+        """The server of the next request; None while all are full, or none is left."""
+        busy = {server: self._states[server].in_flight for server in self.live}
+        free = [server for server in busy if busy[server] < self.max_in_flight]
         least = min(free, key=busy.__getitem__, default=None)
         if preferred in free and preferred is not None and busy[preferred] <= min(busy.values()) + KEEP_TOGETHER:
             return preferred
@@ -196,6 +206,7 @@ class Servers(Turns):
         sender: sends them.
         max_batch_size: requests under way at each server at the same time.
         request_timeout: seconds after which a server that has not answered a request is left out.
+        startup_timeout: seconds that requests wait for a server to come back when none is left.
         probe: compares a server with the policy after each update of its weights, and returns metrics. It raises
             ``PolicyMismatchError`` if they differ. None: nothing is compared.
         sleeps: whether ``sleep`` frees the servers' memory.
@@ -216,6 +227,7 @@ class Servers(Turns):
         *,
         max_batch_size: int = 256,
         request_timeout: float = 600.0,
+        startup_timeout: float = 600.0,
         probe: Callable[[Server], Mapping[str, float]] | None = None,
         sleeps: bool = False,
         max_lora_rank: int = 0,
@@ -223,7 +235,7 @@ class Servers(Turns):
     ) -> None:
         self.policy, self.sender, self.probe, self.sleeps = policy, sender, probe, sleeps
         self.fleet = Fleet(servers, max_in_flight=max_batch_size)
-        self.request_timeout = request_timeout
+        self.request_timeout, self.startup_timeout = request_timeout, startup_timeout
         self.world = world or World()
         adapter = Adapter.of(policy.model) if isinstance(sender, FolderSender) else None
         self.adapter = adapter if adapter is not None and adapter.rank <= max_lora_rank else None
@@ -264,18 +276,15 @@ class Servers(Turns):
 
     def _drawn(self, epoch: int, draw: Draw, prompt: int) -> Drawn | None:
         """Send a request to a server, and to others while servers fail; None if it was cancelled."""
-        attempts = 2 * len(self.fleet.servers) + 1
-        for attempt in range(attempts):
-            self.fleet.recheck()
-            if not self.fleet.live:
-                time.sleep(BACKOFF_SECONDS * 2**attempt)
-                self.fleet.recheck(now=True)
-                if not self.fleet.live and epoch == self._epoch:
-                    continue
+        attempts, sent = 2 * len(self.fleet.servers) + 1, 0
+        while sent < attempts:
+            self._wait(epoch)
             if epoch != self._epoch:
                 return None
             with self.fleet.slot(self._homes.get(prompt)) as server, self._timed("generate"):
-                self._homes[prompt] = server
+                if server is None:  # all have failed while it waited
+                    continue
+                self._homes[prompt], sent = server, sent + 1
                 try:
                     return server.generate(draw, self.fleet.version, self.request_timeout)
                 except ServerError as error:
@@ -284,8 +293,22 @@ class Servers(Turns):
                     if not error.is_failure:
                         raise EngineError(f"{error}. The server refuses what the settings ask for") from None
                     self.fleet.fail(server, error.reason, outdated=isinstance(error, WrongWeightsError))
-        given_up = f"a completion was given up after {attempts} attempts:"
-        raise self.fleet.failure(given_up if self.fleet.live else "no server is left:")
+        raise self.fleet.failure(f"a completion was given up after {attempts} attempts:")
+
+    def _wait(self, epoch: int) -> None:
+        """Wait until a server gets requests, or they were aborted. Servers that have failed are looked at again, after
+        pauses that double. Raises ``EngineError``: none came back in time, or can."""
+        self.fleet.recheck()
+        pause, deadline = BACKOFF_SECONDS, time.monotonic() + self.startup_timeout
+        while not self.fleet.live and epoch == self._epoch:
+            if not self.fleet.may_return:
+                raise self.fleet.failure("no server is left:")
+            if (left := deadline - time.monotonic()) <= 0:
+                within = f"{self.startup_timeout:g} s (server.startup_timeout)"
+                raise self.fleet.failure(f"no server is left, and none came back within {within}:")
+            self.fleet.pause(min(pause, left))
+            pause = min(2 * pause, LONGEST_BACKOFF)
+            self.fleet.recheck(now=True)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

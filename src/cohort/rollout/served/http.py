@@ -12,7 +12,9 @@ import ipaddress
 import json
 import socket
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from threading import Lock
+from time import time
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -99,7 +101,8 @@ class Client:
                 self._open.discard(connection)
             connection.close()
         if not 200 <= status < 300:
-            raise ServerError(self.url, path, f"status {status}: {_message(text)}", status)
+            after = _seconds(response.headers.get("Retry-After"))
+            raise ServerError(self.url, path, f"status {status}: {_message(text)}", status, after)
         if plain:
             return text.decode(errors="replace")
         try:
@@ -147,6 +150,16 @@ def _words(error: Exception) -> str:
     """An exception in words."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text or type(error).__name__
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """How long a server asks to wait: its header has seconds, or a date (RFC 9110, 10.2.3). None: it does not say."""
+    if retry_after is None:
+        return None
+    try:
+        return float(retry_after) if retry_after.isdigit() else parsedate_to_datetime(retry_after).timestamp() - time()
+    except ValueError:
+        return None
 
 
 def _message(text: bytes) -> str:

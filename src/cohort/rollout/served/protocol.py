@@ -7,13 +7,16 @@ checked by the same rules. Imports neither vLLM nor torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from threading import Event
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from cohort.errors import ConfigError, EngineError
 from cohort.rollout.settings import Sampling
@@ -38,17 +41,28 @@ class ServerError(EngineError):
         path: the route.
         reason: what happened.
         status: the HTTP status; None when there was no answer.
+        retry_after: seconds until it wants to be asked again; None: it did not say.
     """
 
-    def __init__(self, server: str, path: str, reason: str, status: int | None = None) -> None:
+    def __init__(
+        self, server: str, path: str, reason: str, status: int | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(f"{server}{path}: {reason}")
-        self.reason = reason
-        self.status = status
+        self.reason, self.status, self.retry_after = reason, status, retry_after
 
     @property
     def is_failure(self) -> bool:
         """Whether the server failed, so that another may succeed. False: it refused this request."""
         return self.status is None or self.status >= 500
+
+
+@contextmanager
+def reading(server: str, path: str, answer: Any) -> Iterator[None]:
+    """A block that takes an answer apart. Raises ``ServerError``: it has another shape."""
+    try:
+        yield
+    except (TypeError, KeyError, ValueError, IndexError, AttributeError, OverflowError, EOFError) as error:
+        raise ServerError(server, path, f"unexpected answer ({error!r}): {str(answer)[:200]}") from None
 
 
 class WrongWeightsError(ServerError):
@@ -130,13 +144,48 @@ def check_temperature(value: float, name: str) -> None:
         raise ConfigError(f"{name} is {value:g}: vLLM refuses more than {HIGHEST_TEMPERATURE:g}; set that or less")
 
 
-def check_vocabulary(server: str, found: int, vocab_size: int) -> None:
-    """Refuse a server whose model has another number of tokens than the policy. Raises ``ConfigError``."""
-    if found != vocab_size:
+def check_version(server: str, name: str, found: str, oldest: str) -> None:
+    """Refuse a server that is older than what was read. Raises ``ConfigError``."""
+    if too_old(found, oldest):
+        raise ConfigError(f"{server} runs {name} {found}: {oldest} or newer is needed")
+
+
+def check_vocabulary(server: str, path: str, answer: str, pattern: str, vocab_size: int, *, above: int = 0) -> None:
+    """Refuse a server whose model has another number of tokens than the policy. No route says how many it has; the
+    error about a bias of an unknown token does.
+
+    Args:
+        server, path: where it was asked.
+        answer: the error.
+        pattern: finds the number in it.
+        vocab_size: tokens of the policy.
+        above: what the model has more than that number.
+
+    Raises:
+        ConfigError: it has another number.
+        ServerError: the answer does not say how many.
+    """
+    if not (size := re.search(pattern, answer)):
+        raise ServerError(server, path, f"cannot tell how many tokens the model has: {answer}")
+    if (found := int(size[1]) + above) != vocab_size:
         raise ConfigError(
             f"{server} serves a model with {found} tokens, and the policy has {vocab_size}: start it with the policy's "
             "model"
         )
+
+
+def too_old(version: str, oldest: str) -> bool:
+    """Whether a version is older than the oldest that will do. What was built from source may have no number of its own
+    (0.1.dev, 0.0.0), and is not.
+
+    >>> [too_old(one, "0.32") for one in ("0.31.2", "0.32.0rc1", "0.100", "0.1.dev12+gabc", "dev")]
+    [True, False, False, False, False]
+    """
+    try:
+        found = Version(version).release
+    except InvalidVersion:
+        return False
+    return (0, 2) <= found < Version(oldest).release
 
 
 def wants_support(sampling: Sampling) -> bool:
@@ -394,6 +443,15 @@ class Turns(Protocol):
     def busy(self) -> bool:
         """Whether ``next`` has to be called although this rank waits for no turn: another rank's is under way."""
         return False
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the policy's device that it has yet to take, and keeps during updates."""
+        return 0
+
+    def session(self) -> AbstractContextManager[None]:
+        """A block in which every rank has turns drawn until there are none. An error in it is told to the others."""
+        return nullcontext()
 
     def begin(self, number: int, draw: Draw, prompt: int) -> None:
         """Have a turn drawn.

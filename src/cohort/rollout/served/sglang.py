@@ -16,7 +16,6 @@ Read in SGLang 0.5.23; nothing here imports it. What its source says, where it d
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,13 +29,15 @@ from cohort.rollout.served.protocol import (
     Server,
     ServerError,
     Update,
+    check_version,
     check_vocabulary,
     checked,
+    reading,
 )
 from cohort.rollout.settings import Sampling
 
 GENERATE = "/generate"
-OLDEST = (0, 5, 23)
+OLDEST = "0.5.23"
 """The version that was read."""
 NO_TOKEN = 2**31 - 1
 """A token id that no model has."""
@@ -46,8 +47,6 @@ ASLEEP = "cohort: asleep"
 """The label of a server without weights. Waking one that is awake would end its process."""
 PART = 2**29
 """Numbers in the weights that one request receives. A server holds them beside its own."""
-ADMIN_SECONDS = 60.0
-"""Time limit of a request that pauses, labels or resumes a server."""
 CONTINUATION = {"temperature": 1.0, "top_k": -1, "ignore_eos": True}
 """A draw whose length is known."""
 
@@ -129,14 +128,12 @@ class SGLangServer(Client, Server):
     def check(self, vocab_size: int) -> None:
         """See ``Server``."""
         version = self.text("/server_info", "version")
-        numbers = tuple(int(one) for one in re.findall(r"\d+", version)[:3])
-        if OLDEST > numbers > (0, 0, 0):  # 0.0.0.dev: built from source
-            raise ConfigError(f"{self.url} runs SGLang {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
+        check_version(self.url, "SGLang", version, OLDEST)
         # A run that was killed may have left it asleep, or paused while it sent weights. Each rank is here, and waking
         # it twice would end its process: the first weights wake it, and the probe follows them.
         if self.text("/model_info", "weight_version") == ASLEEP:
             return
-        self.post("/continue_generation", {}, timeout=ADMIN_SECONDS)
+        self.post("/continue_generation", {})
         self._check_vocabulary(vocab_size)
         _, ((logp, _),) = self._continued([vocab_size // 2], 1, temperature=FLAT)
         if abs(logp + math.log(vocab_size)) > 0.01:
@@ -146,7 +143,6 @@ class SGLangServer(Client, Server):
             )
 
     def _check_vocabulary(self, vocab_size: int) -> None:
-        # No route says how many tokens the model has; the error about a bias of an unknown token does.
         answer = "it accepted an unknown token id"
         try:
             self._continued([0], 1, logit_bias={str(NO_TOKEN): 0.0})
@@ -154,10 +150,7 @@ class SGLangServer(Client, Server):
             if error.is_failure:
                 raise
             answer = error.reason
-        last = re.search(r"keys in \[0, (\d+)\]", answer)
-        if last is None:
-            raise ServerError(self.url, GENERATE, f"cannot tell how many tokens the model has: {answer}")
-        check_vocabulary(self.url, int(last[1]) + 1, vocab_size)
+        check_vocabulary(self.url, GENERATE, answer, r"keys in \[0, (\d+)\]", vocab_size, above=1)  # it is the last id
 
     def refusal(self, sampling: Sampling, vocab_size: int) -> str:
         """See ``Server``."""
@@ -179,7 +172,7 @@ class SGLangServer(Client, Server):
             raise ServerError(self.url, GENERATE, refusal, 400)
         body = {"input_ids": draw.token_ids, "sampling_params": sampling_parameters(draw), "return_logprob": True}
         answer = self.post(GENERATE, body | {"return_sampling_mask": draw.sampling.selects}, timeout=timeout)
-        try:
+        with reading(self.url, GENERATE, answer):
             told = answer["meta_info"]
             pairs, finish = told["output_token_logprobs"], told["finish_reason"]
             masks = told["output_token_sampling_mask"] if draw.sampling.selects else None
@@ -195,8 +188,6 @@ class SGLangServer(Client, Server):
                 frozenset(span["version"] for span in told["weight_versions"]),
                 masks,
             )
-        except (TypeError, KeyError, ValueError, IndexError, AttributeError) as error:
-            raise ServerError(self.url, GENERATE, f"unexpected answer ({error!r}): {str(answer)[:200]}") from None
         return checked(draw, raw, version, self.url, GENERATE)
 
     def score(self, token_ids: Sequence[int], count: int) -> tuple[list[float], list[int], list[float]]:
@@ -209,7 +200,7 @@ class SGLangServer(Client, Server):
 
     def load(self, update: Update, version: str) -> None:
         """See ``Server``."""
-        self.post("/pause_generation", {"mode": "abort"}, timeout=ADMIN_SECONDS)
+        self.post("/pause_generation", {"mode": "abort"})
         woken = self._wake("weights")
         if update.folder:
             body = {"model_path": update.folder, "flush_cache": False}
@@ -218,9 +209,9 @@ class SGLangServer(Client, Server):
             self._receive(update)
         if woken:  # the cache was not there while weights were sent
             self._wake("kv_cache", "cuda_graph")
-        self.post("/update_weight_version", {"new_version": version}, timeout=ADMIN_SECONDS)
-        self.post("/flush_cache", timeout=ADMIN_SECONDS, plain=True)  # what it holds belongs to the previous weights
-        self.post("/continue_generation", {}, timeout=ADMIN_SECONDS)
+        self.post("/update_weight_version", {"new_version": version})
+        self.post("/flush_cache", plain=True)  # what it holds belongs to the previous weights
+        self.post("/continue_generation", {})
         if (found := self.text("/model_info", "weight_version")) != version:
             raise ServerError(self.url, "/model_info", f"it reports weights {found!r}, not {version!r}")
 
@@ -252,16 +243,16 @@ class SGLangServer(Client, Server):
     def sleep(self) -> None:
         """See ``Server``."""
         # With a request under way, its process would end.
-        self.post("/pause_generation", {"mode": "abort"}, timeout=ADMIN_SECONDS)
+        self.post("/pause_generation", {"mode": "abort"})
         if self.text("/model_info", "weight_version") != ASLEEP:
-            self.post("/release_memory_occupation", {}, timeout=ADMIN_SECONDS)
-            self.post("/update_weight_version", {"new_version": ASLEEP}, timeout=ADMIN_SECONDS)
+            self.post("/release_memory_occupation", {})
+            self.post("/update_weight_version", {"new_version": ASLEEP})
 
     def _wake(self, *tags: str) -> bool:
         """Bring parts of its memory back; returns whether it was asleep."""
         asleep = self.text("/model_info", "weight_version") == ASLEEP
         if asleep:
-            self.post("/resume_memory_occupation", {"tags": tags}, timeout=ADMIN_SECONDS)
+            self.post("/resume_memory_occupation", {"tags": tags})
         return asleep
 
     def _continued(
@@ -272,12 +263,10 @@ class SGLangServer(Client, Server):
         settings = {**CONTINUATION, "max_new_tokens": count, **parameters}
         body = {"input_ids": token_ids, "sampling_params": settings, "return_logprob": True, "logprob_start_len": start}
         answer = self.post(GENERATE, body)
-        try:
+        with reading(self.url, GENERATE, answer):
             told = answer["meta_info"]
             text, drawn = told.get("input_token_logprobs") or [], told["output_token_logprobs"]
             return [(float(one[0] or 0), one[1]) for one in text], [(float(one[0]), one[1]) for one in drawn]
-        except (TypeError, KeyError, ValueError, IndexError, AttributeError):
-            raise ServerError(self.url, GENERATE, f"unexpected answer {str(answer)[:200]}") from None
 
 
 def _parts(tensors: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, list[Any]]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,18 +27,18 @@ from cohort.rollout.served.protocol import (
     ServerError,
     Update,
     candidates_of,
+    check_version,
     check_vocabulary,
     checked,
+    reading,
     wants_support,
 )
 
 GENERATE = "/inference/v1/generate"
-OLDEST = (0, 32)
+OLDEST = "0.32"
 """The first version whose answers name the weights that they come from."""
 NO_TOKEN = 2**31 - 1
 """A token id that no model has."""
-ADMIN_SECONDS = 60.0
-"""Time limit of a request that pauses, labels or resumes a server."""
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 PLUGIN_ARGUMENTS = (
     "--worker-extension-cls",
@@ -151,9 +150,7 @@ class VLLMServer(Client, Server):
         """See ``Server``."""
         self.any_token = vocab_size if self.masks else -1
         version = self.text("/version", "version")
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        if numbers and OLDEST > (int(numbers[1]), int(numbers[2])) > (0, 1):  # 0.1.dev: built from source
-            raise ConfigError(f"{self.url} runs vLLM {version}: {'.'.join(map(str, OLDEST))} or newer is needed")
+        check_version(self.url, "vLLM", version, OLDEST)
         paused = self.get("/is_paused")
         if isinstance(paused, dict) and paused.get("is_paused"):  # by a run that was killed while it sent weights
             self.post("/resume")
@@ -161,7 +158,6 @@ class VLLMServer(Client, Server):
         self._check_logps(vocab_size)
 
     def _check_vocabulary(self, vocab_size: int) -> None:
-        # No route says how many tokens the model has; the error about a bias of an unknown token does.
         answer = "it accepted an unknown token id"
         try:
             self._continued([0], 1, logprobs=0, logit_bias={str(NO_TOKEN): 0.0})
@@ -171,10 +167,7 @@ class VLLMServer(Client, Server):
             if error.is_failure:
                 raise
             answer = error.reason
-        size = re.search(r"[Vv]ocabulary size: (\d+)", answer)
-        if size is None:
-            raise ServerError(self.url, GENERATE, f"cannot tell how many tokens the model has: {answer}")
-        check_vocabulary(self.url, int(size[1]), vocab_size)
+        check_vocabulary(self.url, GENERATE, answer, r"[Vv]ocabulary size: (\d+)", vocab_size)
 
     def _check_logps(self, vocab_size: int) -> None:
         """Draw one token from the likeliest one: its log-prob is 0 under the distribution that it was drawn from.
@@ -194,7 +187,7 @@ class VLLMServer(Client, Server):
         """See ``Server``."""
         body = {"token_ids": draw.token_ids, "sampling_params": sampling_parameters(draw, masks=self.masks)}
         answer = self.post(GENERATE, body | self._model(), timeout=timeout)
-        try:
+        with reading(self.url, GENERATE, answer):
             (choice,) = answer["choices"]
             content, spans = choice["logprobs"]["content"], choice["weight_versions"]
             routes = choice.get("routed_experts")
@@ -210,25 +203,21 @@ class VLLMServer(Client, Server):
                 np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False) if routes else None,
             )
             return checked(draw, raw, version, self.url, GENERATE)
-        except (TypeError, KeyError, ValueError, OverflowError, EOFError) as error:
-            raise ServerError(self.url, GENERATE, f"unexpected answer ({error!r}): {str(answer)[:200]}") from None
 
     def score(self, token_ids: Sequence[int], count: int) -> tuple[list[float], list[int], list[float]]:
         """See ``Server``."""
         scored = self._continued(token_ids, 1, prompt_logprobs=0)
         drawn, logps = self._content(self._continued(token_ids, count, logprobs=0))
-        try:
+        with reading(self.url, GENERATE, scored):
             entries = zip(token_ids[1:], scored["prompt_logprobs"][1:], strict=True)
             return [float(entry[str(token)]["logprob"]) for token, entry in entries], drawn, logps
-        except (TypeError, KeyError, ValueError) as error:
-            raise ServerError(self.url, GENERATE, f"unexpected answer to the probe ({error!r})") from None
 
     def load(self, update: Update, version: str) -> None:
         """See ``Server``."""
         # Nobody waits for requests that may be left over; the answers to aborted ones are dropped.
-        self.post("/pause", mode="abort", timeout=ADMIN_SECONDS)
+        self.post("/pause", mode="abort")
         if self.asleep:
-            self.post("/wake_up", tags="weights", timeout=ADMIN_SECONDS)
+            self.post("/wake_up", tags="weights")
         if update.adapter:
             self._adapt(update)
         elif update.folder:
@@ -239,11 +228,11 @@ class VLLMServer(Client, Server):
             self.post("/update_weights", {"update_info": update.tensors}, timeout=update.timeout)
             self.post("/finish_weight_update", {"weight_version": version}, timeout=update.timeout)
         if self.asleep:  # the cache was not there while weights were sent
-            self.post("/wake_up", tags="kv_cache", timeout=ADMIN_SECONDS)
+            self.post("/wake_up", tags="kv_cache")
             self.asleep = False
-        self.post("/update_weight_version", {"new_version": version}, timeout=ADMIN_SECONDS)
-        self.post("/reset_prefix_cache", timeout=ADMIN_SECONDS)  # what it holds belongs to the previous weights
-        self.post("/resume", timeout=ADMIN_SECONDS)
+        self.post("/update_weight_version", {"new_version": version})
+        self.post("/reset_prefix_cache")  # what it holds belongs to the previous weights
+        self.post("/resume")
         if (found := self.text("/weight_info", "weight_version")) != version:
             raise ServerError(self.url, "/weight_info", f"it reports weights {found!r}, not {version!r}")
 
@@ -261,7 +250,7 @@ class VLLMServer(Client, Server):
         if self.adapter:
             old, self.adapter = {"lora_name": self.adapter}, ""
             with suppress(ServerError):  # it was started again
-                self.post("/v1/unload_lora_adapter", old, timeout=ADMIN_SECONDS, plain=True)
+                self.post("/v1/unload_lora_adapter", old, plain=True)
         try:
             self.post("/v1/load_lora_adapter", body, timeout=update.timeout, plain=True)
         except ServerError as error:
@@ -281,7 +270,7 @@ class VLLMServer(Client, Server):
 
     def sleep(self) -> None:
         """See ``Server``."""
-        self.post("/sleep", level="2", timeout=ADMIN_SECONDS)
+        self.post("/sleep", level="2")
         self.asleep = True
 
     def _model(self) -> dict[str, str]:
@@ -294,8 +283,6 @@ class VLLMServer(Client, Server):
 
     def _content(self, answer: Any) -> tuple[list[int], list[float]]:
         """The tokens and log-probs of an answer."""
-        try:
+        with reading(self.url, GENERATE, answer):
             content = answer["choices"][0]["logprobs"]["content"]
             return [int(one["token_id"]) for one in content], [float(one["logprob"]) for one in content]
-        except (TypeError, KeyError, ValueError, IndexError):
-            raise ServerError(self.url, GENERATE, f"unexpected answer {str(answer)[:200]}") from None
