@@ -217,9 +217,3 @@ def test_the_description_includes_the_evaluation_data(demo_tokenizer, tmp_path):
     )
     assert "\n  b: data: 2 sources, one after another" in shown
     assert "\n  b:   y: 20 rows; the first 3 of these\n  b: prompts: 5; 3 to 3 tokens" in shown
-
-
-def test_a_mixture_repeats_its_small_sources(demo_tokenizer, tmp_path):
-    sources = [Source(path=ROWS[:2], name="a", weight=10.0), Source(path=ROWS[2:12], name="b", weight=1.0)]
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", rows=sources, prompts_per_step=16)
-    assert trainer.schedule.num_prompts == 110

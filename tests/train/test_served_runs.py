@@ -17,7 +17,7 @@ from tests.environments.test_training import trainer as episode_trainer
 from tests.rollout.served.stand_in import StandIn
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of, rows_of, same_parameters, untimed_metrics_of
 
-STEPS = 3
+STEPS = 2
 EVAL_ROWS = [{"prompt": "3+4", "answer": "7"}, {"prompt": "5+1", "answer": "6"}]
 
 
@@ -94,7 +94,7 @@ def test_servers_draw_ahead_of_the_training(demo_tokenizer, tmp_path, serve):
     runs = []
     for name in ("a", "b"):
         stand_ins = serve(demo_tokenizer, 2)
-        runs.append(served(demo_tokenizer, tmp_path / name, *stand_ins, lag=1))
+        runs.append(served(demo_tokenizer, tmp_path / name, *stand_ins, lag=1, max_steps=3))
         runs[-1].train()
     assert same_parameters(*runs)
     lines = metrics_of(tmp_path / "a")
@@ -180,7 +180,7 @@ def test_mismatch_rules_see_the_servers_log_probs(demo_tokenizer, tmp_path, serv
 def test_adapters_are_merged_into_what_is_sent(demo_tokenizer, tmp_path, serve):
     pytest.importorskip("peft")
     (stand_in,) = serve(demo_tokenizer)
-    trainer = served(demo_tokenizer, tmp_path / "run", stand_in, lora={"rank": 4})
+    trainer = served(demo_tokenizer, tmp_path / "run", stand_in, lora={"rank": 4}, max_steps=2)
     trainer.train()
     assert all(0 < line["sampler/gap"] < 1e-5 for line in metrics_of(tmp_path / "run") if line["step"])
 
