@@ -11,7 +11,7 @@ from datasets import Dataset
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import Source
 from cohort.data import DataCursor
-from cohort.errors import ConfigError, DataError, RunFolderError
+from cohort.errors import ConfigError, DataError
 from tests.conftest import each
 from tests.train.harness import (
     ROWS,
@@ -106,11 +106,11 @@ def test_a_streamed_run_resumes_exactly(demo_tokenizer, tmp_path):
     rows = [row | {"prompt": "1" * 9} if n % 6 == 5 else row for n, row in enumerate(ROWS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {"train": tmp_path / "rows.jsonl", "rows": None, "streaming": True, "shuffle_buffer": 7}
-    settings |= {"max_prompt_length": 6, "overlong_prompts": "drop", "max_steps": 6, "save_steps": 2}
+    settings |= {"max_prompt_length": 6, "overlong_prompts": "drop", "max_steps": 5, "save_steps": 2}
     straight, resumed = straight_and_resumed(
-        lambda folder: make_trainer(demo_tokenizer, folder, **settings), tmp_path, stop=5
+        lambda folder: make_trainer(demo_tokenizer, folder, **settings), tmp_path, stop=3
     )
-    assert straight.summary["completions"] == resumed.summary["completions"] == 6 * 4 * 4
+    assert straight.summary["completions"] == resumed.summary["completions"] == 5 * 4 * 4
     fetched = flat(prompts_of_steps(tmp_path / "straight"))
     kept = [n for n in range(20) if n % 6 != 5]
     assert sorted(fetched[:17]) == kept  # the first epoch
@@ -166,18 +166,6 @@ def test_prompts_that_are_too_long_for_the_context(demo_tokenizer, tmp_path):
 def test_errors_in_the_data_are_found_before_the_tokenizer_is_loaded(data, settings, message):
     with pytest.raises(DataError, match=message):
         GRPOTrainer("./no/such/model", digits_reward, GRPOConfig(**SETTINGS, **settings), data)
-
-
-def test_a_curriculum_of_other_levels_cannot_be_resumed(demo_tokenizer, tmp_path):
-    def trainer(sign, **settings):
-        rows = [row | {"level": sign * n} for n, row in enumerate(ROWS)]
-        settings |= {"order": "curriculum", "curriculum": "level"}
-        return make_trainer(demo_tokenizer, tmp_path / "run", rows=rows, **settings)
-
-    trainer(1, max_steps=1).train()
-    assert prompts_of_steps(tmp_path / "run") == [[0, 1, 2, 3]]
-    with pytest.raises(RunFolderError, match="prompts: other prompts"):
-        trainer(-1, max_steps=2).train(resume=True)
 
 
 def test_a_bad_row_in_a_stream_loses_nothing(demo_tokenizer, tmp_path):

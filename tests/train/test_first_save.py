@@ -94,7 +94,7 @@ def test_a_run_goes_on_from_the_adapter_of_another(tmp_path, demo_tokenizer, bas
     lora = {"lora": LORA, "beta": 0.1}
     before = logits(trained(demo_tokenizer, tmp_path / "one", base, **lora).policy.model)
     checkpoint = str(tmp_path / "one/checkpoints/step-2")
-    for number, more in enumerate([{}, {"lora": {"rank": 4}}, {"lora": LORA}]):
+    for number, more in enumerate([{}, {"lora": LORA}]):
         folder = tmp_path / f"two{number}"
         further = trained(demo_tokenizer, folder, checkpoint, beta=0.1, save_steps=1, **more)
         assert further.policy.model.peft_config["default"].r == 4

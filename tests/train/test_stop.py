@@ -268,29 +268,6 @@ def exact_model(tokenizer):
     return tiny_llama(vocab_size=len(tokenizer), hidden_size=64)
 
 
-def test_what_is_scored_when_a_stop_comes_is_kept(demo_tokenizer, tmp_path):
-    stops, calls = [], []
-
-    def reward(completions, trainer_state, **_):
-        if trainer_state.global_step == 1:
-            calls.append(len(completions))
-            if stops:
-                stops.pop().stop()
-        return digits_reward(completions)
-
-    def make():
-        return make_trainer(demo_tokenizer, tmp_path / "run", rewards=reward, max_steps=2, save_steps=1)
-
-    stops.append(make())
-    with pytest.raises(Stopped, match="after step 1; .*step-1 holds"):
-        stops[0].train()
-    resumed, drawn = make(), []
-    resumed.engine.submit = drawn.extend
-    resumed.train(resume=True)
-    assert drawn == []
-    assert calls == [16]
-
-
 def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_path, monkeypatch):
     """After half of the time to stop. What was sampled is kept."""
     monkeypatch.setattr("cohort.train.signals._end", lambda *_: None)  # a slow machine does not end the tests
