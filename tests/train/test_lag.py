@@ -155,11 +155,11 @@ def test_prompts_are_those_of_a_run_without_lag(demo_tokenizer, tmp_path, settin
 
 
 @pytest.mark.parametrize(
-    ("lag", "stops"), [(2, (3,)), *(pytest.param(lag, (1, 2, 3, 4), marks=pytest.mark.slow) for lag in (1, 2))]
+    ("lag", "stops"), [(2, (3,)), *(pytest.param(lag, (1, 2, 3), marks=pytest.mark.slow) for lag in (1, 2))]
 )
 def test_a_run_resumed_after_any_step_equals_an_uninterrupted_one(demo_tokenizer, tmp_path, lag, stops):
     def make(folder):
-        settings = {"lag": lag, "max_steps": 5, "save_steps": 1, "num_iterations": 2, "minibatches": 2, "top_p": 0.9}
+        settings = {"lag": lag, "max_steps": 4, "save_steps": 1, "num_iterations": 2, "minibatches": 2, "top_p": 0.9}
         settings |= {"lr_scheduler_type": "cosine", "eval_rows": ROWS[:3], "eval_steps": 2, "beta": 0.05}
         return make_trainer(demo_tokenizer, folder, rewards=[slow_digits, digits_reward], **settings)
 
@@ -171,7 +171,7 @@ def test_a_run_resumed_after_any_step_equals_an_uninterrupted_one(demo_tokenizer
         resumed.train(resume=True)
         assert same_parameters(straight, resumed)
         assert untimed_metrics_of(tmp_path / f"at-{stop}") == untimed_metrics_of(tmp_path / "straight")
-        assert untimed_rows_of(tmp_path / f"at-{stop}", 5) == untimed_rows_of(tmp_path / "straight", 5)
+        assert untimed_rows_of(tmp_path / f"at-{stop}", 4) == untimed_rows_of(tmp_path / "straight", 4)
 
 
 @pytest.mark.slow
