@@ -12,7 +12,7 @@ from tests.families.configs import small_model
 from tests.policy.plain import DOUBLE, MIXED
 from tests.train.harness import break_after, make_trainer, same_parameters, untimed_metrics_of
 
-RUN = {"precision": "bfloat16", "max_steps": 1, "microbatch_tokens": 16, "prompts_per_step": 4}
+RUN = {"precision": "bfloat16", "max_steps": 1, "microbatch_tokens": 16, "prompts_per_step": 3, "num_generations": 3}
 """Packs of several prompts, and microbatches of some of them."""
 
 MODELS = ("gemma2", "gpt2", "falcon_h1", "gpt_oss", "mistral", "qwen3_moe", "qwen3_next")
@@ -27,7 +27,7 @@ RUNS = {
         "prompts_per_step": 2,
     },
     "two minibatches, an entropy bonus, checkpointed layers and a head in float32": {
-        "objective": {"minibatches": 2, "entropy": {"coefficient": 0.01}},
+        "prompts_per_step": 4, "objective": {"minibatches": 2, "entropy": {"coefficient": 0.01}},
         "gradient_checkpointing": True, "float32_head": True,
     },
     "a lag": {"lag": 1, "max_steps": 2},
