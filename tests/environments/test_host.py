@@ -237,6 +237,23 @@ def test_tools_that_hang_or_die_are_repeated_and_then_an_observation(host, tmp_p
     assert (tmp_path / "b").read_text() == "xx"
 
 
+def test_a_call_of_an_ended_episode_is_not_repeated(host):
+    begun = threading.Semaphore(0)
+
+    async def patient() -> None:
+        """Waits."""
+        begun.release()
+        await asyncio.sleep(60)
+
+    here = host("", [patient], call_retries=1)
+    here.begin(0, prompt(), 0).result(0)
+    answer = here.answer(0, turn("", ToolCall("patient", {})))
+    assert begun.acquire(timeout=10)
+    here.end(0)
+    assert answer.result(10).failed_calls == 1
+    assert not begun.acquire(blocking=False)
+
+
 def lookup(word: str) -> str:
     """Looks up a word.
 
