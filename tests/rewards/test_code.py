@@ -452,7 +452,7 @@ def test_a_stuck_test_and_the_next_one():
         (stuck, tests, {"partial": True, "test_timeout": 1.0}),
     ]
     for inputs, limit in (("ab", 20.0), ("a" * 20, 0.7)):
-        limits = {"timeout": limit, "test_timeout": min(1.0, limit / 2)}
+        limits = {"timeout": limit, "test_timeout": min(2.0, limit / 2)}
         calls.append((slow, [{"input": given, "output": ""} for given in inputs], {"partial": True, **limits}))
     of_one, of_all, in_c, *of_inputs = scores(calls, at_once=5)
     assert of_one[1:] == ("2/3", "test 2: TimeoutError: the test's time is over")
