@@ -46,7 +46,7 @@ class Judge(BaseHTTPRequestHandler):
             server.now += answer[0] != "e"  # the client does not wait for these
             server.most = max(server.most, server.now)
             tries = sum(seen[-1] == answer for seen in server.requests)
-        time.sleep(0.5 if answer[0] == "e" else 0.01)
+        time.sleep(0.8 if answer[0] == "e" else 0.01)
         with server.lock:
             server.now -= answer[0] != "e"
         content = contents(answer, code, tries)
@@ -91,7 +91,7 @@ def data(tmp_path):
 
 
 def test_answers_are_rated_and_failures_leave_them_unscored(run_recipe, tiny_chat_model, server, data):
-    quick = f"{REWARDS}:judge(request_timeout=0.3, attempts=2, backoff=0.01)"
+    quick = f"{REWARDS}:judge(request_timeout=0.5, attempts=2, backoff=0.01)"
     functions = f'["{REWARDS}:within_limit(words=2)", "{quick}"]'
     run = run_recipe(
         "judge", *data, "--model.path", tiny_chat_model, "--run.max_steps", "1", "--rollout.prompts_per_step", "2",
