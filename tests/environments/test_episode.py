@@ -119,9 +119,9 @@ class Silent(LetterHost):
 
 
 def test_time_limits(engine):
-    completions = play(engine, Silent(turns=4), episode_timeout=0.5)
+    completions = play(engine, Silent(turns=4), episode_timeout=1)
     assert reasons(completions)[:3] == ["timeout"] * 3
-    assert completions[0].episode.error == "it took more than environment.episode_timeout, 0.5 s"
+    assert completions[0].episode.error == "it took more than environment.episode_timeout, 1 s"
     assert all(completion.finish_reason.usable for completion in completions[3:])
 
 
@@ -147,7 +147,7 @@ def test_an_episode_that_times_out_in_reset_does_not_hold_its_group_and_counts_o
     until = time.monotonic() + 30  # a rollout that waits for the environment would never end
     watch = Watch(cancelled=lambda: time.monotonic() > until)
     # With nine environments, drawing would begin when all have been reset.
-    completions = play(engine, Late(turns=2), watch=watch, episode_timeout=0.5, max_environments=8)
+    completions = play(engine, Late(turns=2), watch=watch, episode_timeout=1, max_environments=8)
     assert [(one.prompt_index, one.sample) for one in submitted[-2:]] == [(0, 1), (0, 2)]
     assert len(submitted) == 8
     assert reasons(completions)[:3] == ["timeout"] * 3
