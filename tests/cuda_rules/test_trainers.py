@@ -12,7 +12,7 @@ from tests.families.configs import small_model
 from tests.policy.plain import DOUBLE, MIXED
 from tests.train.harness import break_after, make_trainer, same_parameters, untimed_metrics_of
 
-RUN = {"precision": "bfloat16", "max_steps": 2, "microbatch_tokens": 16, "prompts_per_step": 4}
+RUN = {"precision": "bfloat16", "max_steps": 1, "microbatch_tokens": 16, "prompts_per_step": 3, "num_generations": 3}
 """Packs of several prompts, and microbatches of some of them."""
 
 MODELS = ("gemma2", "gpt2", "falcon_h1", "gpt_oss", "mistral", "qwen3_moe", "qwen3_next")
@@ -20,18 +20,19 @@ MODELS = ("gemma2", "gpt2", "falcon_h1", "gpt_oss", "mistral", "qwen3_moe", "qwe
 plain experts, experts in a hybrid. (The runs below are of a Qwen3.)"""
 RUNS = {
     "a budget that is measured, full reference": {
-        "microbatch_tokens": None, "beta": 0.1, "objective": {"kl": {"estimator": "full"}}, "max_steps": 1,
+        "microbatch_tokens": None, "beta": 0.1, "objective": {"kl": {"estimator": "full"}},
     },
     "a reference, two iterations, truncated sampling and Muon": {
         "beta": 0.1, "num_iterations": 2, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.2, "optimizer": "muon",
+        "prompts_per_step": 2,
     },
     "two minibatches, an entropy bonus, checkpointed layers and a head in float32": {
-        "objective": {"minibatches": 2, "entropy": {"coefficient": 0.01}},
+        "prompts_per_step": 4, "objective": {"minibatches": 2, "entropy": {"coefficient": 0.01}},
         "gradient_checkpointing": True, "float32_head": True,
     },
-    "a lag": {"lag": 1, "max_steps": 3},
-    "LoRA": {"lora": {"rank": 4}, "beta": 0.1, "max_steps": 1},
-    "LoRA on four bits": {"lora": {"rank": 4}, "quantization": "4bit", "max_steps": 1},
+    "a lag": {"lag": 1, "max_steps": 2},
+    "LoRA": {"lora": {"rank": 4}, "beta": 0.1},
+    "LoRA on four bits": {"lora": {"rank": 4}, "quantization": "4bit", "prompts_per_step": 2},
 }  # fmt: skip
 
 
@@ -70,7 +71,7 @@ def test_runs(device, demo_tokenizer, tmp_path, name):
 
 def test_completions_in_pieces(device, demo_tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("cohort.train.memory.FEWEST_TOKENS", 4)
-    settings = {"microbatch_tokens": 4, "prompts_per_step": 2, "num_generations": 2, "max_steps": 1}
+    settings = {"microbatch_tokens": 4, "prompts_per_step": 2, "num_generations": 2}
     trainer = trained(device, demo_tokenizer, tmp_path / "run", **settings)
     assert trainer.budget.longest > trainer.budget.piece
 
@@ -78,7 +79,7 @@ def test_completions_in_pieces(device, demo_tokenizer, tmp_path, monkeypatch):
 def test_a_resumed_run(device, demo_tokenizer, tmp_path, request):
     """Bit-equal to one in one go: checkpoints hold what updates on CUDA's ways need."""
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))  # else it stays for other tests
-    settings = RUN | {"device": device, "prompts_per_step": 2, "deterministic": True}
+    settings = RUN | {"device": device, "prompts_per_step": 2, "max_steps": 2, "deterministic": True}
     straight = make_trainer(demo_tokenizer, tmp_path / "straight", small_model("qwen3"), **settings)
     straight.train()
     break_after(make_trainer(demo_tokenizer, tmp_path / "run", small_model("qwen3"), **settings), 1)
@@ -92,7 +93,7 @@ def test_several_turns(device, tmp_path):
     """Parked rows, tokens of a tool's answer, and a grammar."""
     trainer = turns.trainer(
         tmp_path / "run", lambda completions, **_: list(map(len, completions)), [turns.add], regex=turns.CALL,
-        device=device, precision="bfloat16", microbatch_tokens=64, max_completion_length=128,
+        device=device, precision="bfloat16", microbatch_tokens=64, max_completion_length=128, max_steps=1,
     )  # fmt: skip
     metrics = list(trainer.steps())
     assert any(line["episodes/turns"] > 1 for line in metrics)

@@ -26,7 +26,7 @@ SECONDS = gpu.seconds
 @pytest.fixture(autouse=True)
 def timed_once_and_small(monkeypatch):
     monkeypatch.setattr(gpu, "seconds", lambda run, _=5: SECONDS(run, 1))
-    smaller = {"num_hidden_layers": 2, "vocab_size": 512}
+    smaller = {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 64}
     monkeypatch.setattr(gpu, "Qwen3Config", lambda **given: Qwen3Config(**given | smaller))
 
 

@@ -66,7 +66,7 @@ def test_sampler_and_trainer_agree_on_drawn_tokens(family, precision):
 @pytest.mark.parametrize(
     ("limit", "samples", "turns", "latency"),
     [
-        *((limit, 12, 6, 0.05) for limit in (8, 24)),
+        (8, 12, 6, 0.05),
         *(pytest.param(limit, 30, TURNS, 1.0, marks=pytest.mark.slow) for limit in (8, 64, 256)),
     ],
 )
@@ -83,8 +83,8 @@ def test_latency_changes_no_token_on_the_generic_path():
     """There, padding changes the rounding of a row, as it does without turns."""
     policy = policy_of("gpt2", FLOAT32)
     runs = [
-        completions_of(play(engine_of(policy, max_batch_size=size), turns=6, latency=latency))
-        for size, latency in ((4, 0.1), (256, 0.0))
+        completions_of(play(engine_of(policy, max_batch_size=size), turns=4, latency=latency))
+        for size, latency in ((4, 0.05), (256, 0.0))
     ]
     for one, other in zip(*runs, strict=True):
         assert one.segments == other.segments

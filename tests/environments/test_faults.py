@@ -131,7 +131,7 @@ def test_state_that_leaks_into_the_next_episode_is_found(tmp_path):
     assert not LIVE
 
 
-KINDS = ["ab " * 100_000, b"\xff<|im_end|>", None, {3}, [1, {"a": None}], float("nan")]
+KINDS = ["ab " * 10_000, b"\xff<|im_end|>", None, {3}, [1, {"a": None}], float("nan")]
 TEXTS = [None, "\ufffd<|im_end|>", "null", "[3]", '[1, {"a": null}]', "NaN"]
 
 

@@ -131,7 +131,7 @@ def test_environments_that_fail(place, host, log):
 
 @pytest.mark.parametrize(
     ("place", "plan"),
-    [("async", ["ok", "hang"]), ("worker", ["hang"]), ("worker", ["ok", "hang"]), ("worker", ["ok", "die"])],
+    [("async", ["ok", "hang"]), ("worker", ["hang"]), ("worker", ["ok", "die"])],
 )
 def test_environments_that_hang_or_die(place, plan, host, log):
     here = host(functools.partial(PLACES[place][0], log), call_timeout=1.0, tool_workers=1)
@@ -157,8 +157,9 @@ def test_environments_that_hang_or_die(place, plan, host, log):
         assert here.end(1).result(30).state["turns"] == 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"tool_workers": 1}, {"call_timeout": 60.0}])
-@pytest.mark.parametrize("desk", [Desk, AsyncDesk])
+@pytest.mark.parametrize(
+    ("desk", "settings"), [(Desk, {}), (Desk, {"tool_workers": 1}), (AsyncDesk, {"call_timeout": 60.0})]
+)
 def test_methods_as_tools(desk, settings, host):
     def upper(text: str) -> str:
         """Makes capitals.
@@ -231,11 +232,26 @@ def test_tools_that_hang_or_die_are_repeated_and_then_an_observation(host, tmp_p
         answer = here.answer(0, turn("", call)).result(60)
         return answer.messages[0]["content"], answer.failed_calls
 
-    assert outcome("a", 1, "die") == ("after 1", 0)
-    assert outcome("b", 1, "hang") == ("after 1", 0)
-    assert outcome("c", 9, "die") == ("Error: lost its worker process (exit code 3)", 1)
-    assert (tmp_path / "c").read_text() == "xx"
-    assert outcome("d", 9, "hang") == ("Error: took more than 1 s", 1)
+    assert outcome("a", 1, "hang") == ("after 1", 0)
+    assert outcome("b", 9, "die") == ("Error: lost its worker process (exit code 3)", 1)
+    assert (tmp_path / "b").read_text() == "xx"
+
+
+def test_a_call_of_an_ended_episode_is_not_repeated(host):
+    begun = threading.Semaphore(0)
+
+    async def patient() -> None:
+        """Waits."""
+        begun.release()
+        await asyncio.sleep(60)
+
+    here = host("", [patient], call_retries=1)
+    here.begin(0, prompt(), 0).result(0)
+    answer = here.answer(0, turn("", ToolCall("patient", {})))
+    assert begun.acquire(timeout=10)
+    here.end(0)
+    assert answer.result(10).failed_calls == 1
+    assert not begun.acquire(blocking=False)
 
 
 def lookup(word: str) -> str:
@@ -273,8 +289,9 @@ class Dictionary:
         return lookup(word)
 
 
-@pytest.mark.parametrize("settings", [{}, {"tool_workers": 1}])
-@pytest.mark.parametrize("tool", [lookup, lookup_async, Dictionary])
+@pytest.mark.parametrize(
+    ("tool", "settings"), [(lookup, {"tool_workers": 1}), (lookup_async, {}), (Dictionary, {"tool_workers": 1})]
+)
 def test_what_a_tool_raises_for_the_policy_or_to_end_the_episode(tool, settings, host):
     made = host(Dictionary, **settings) if tool is Dictionary else host(tools=[tool], **settings)
     name = "lookup" if tool is Dictionary else tool.__name__

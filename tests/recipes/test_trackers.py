@@ -6,7 +6,6 @@ from threading import Thread
 
 import pytest
 
-from cohort.errors import ConfigError
 from cohort.report.trackers import send_run
 
 SMALL = ("--data.eval", '[{path = "cohort:addition", rows = 2}]', "--eval.eval_steps", "1", "--report.trackers", "[]")
@@ -91,8 +90,3 @@ def test_the_callbacks_stop_a_solved_run_and_post_its_end(recipe_file, tiny_chat
 def test_an_address_without_an_answer_does_not_end_a_run(recipe_file, capsys):
     recipe_file("trackers", "functions.py").Notify("http://127.0.0.1:9").post("text")
     assert "not posted to http://127.0.0.1:9: " in capsys.readouterr().err
-
-
-def test_an_unknown_tracker_is_refused(run_recipe):
-    with pytest.raises(ConfigError, match="tensorboard"):
-        run_recipe("trackers", "--report.trackers", '["tensorbord"]')

@@ -10,6 +10,7 @@ from cohort.cli import main
 from cohort.errors import ConfigError
 from cohort.report.plot import Look, describe, figure, save
 from cohort.report.series import curve, loess
+from tests.conftest import telling
 from tests.report.made import history, rewards
 
 
@@ -101,7 +102,7 @@ def test_names_of_strangers_are_text(tmp_path):
     assert [label for label, *_ in drawn(done.axes[0])[0]] == [r"name _a \$x^{\$ ", "name <b>  "]
 
 
-@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+@pytest.mark.parametrize("suffix", telling([".png", ".svg", ".pdf"], ".png", ".svg"))
 def test_files_are_the_same_each_time(tmp_path, suffix):
     texts = []
     for name in "ab":

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import importlib
-import math
 import os
 import subprocess
 import sys
@@ -107,17 +106,13 @@ def test_a_function_may_use_the_list_again_that_it_returns(runner_of):
     ("returned", "message"),
     [
         ([b"1", b"1"], "must return numbers or None; result 0 is b'1'"),
-        ([bytearray(b"1")] * 2, "result 0 is bytearray"),
         (Bad(), "reading the Bad raised RuntimeError: no length"),
         ([object(), "x" * 10**6], "result 0 is <object object"),
         ("1" * 10**6, "must return a list of numbers, got str"),
         ([[1] * 10**5] * 2, "returned a list as result 0"),
-        (range(3), "one reward per completion: 2, got 3"),
         (type("Lies", (list,), {"__len__": lambda _: 2})([1.0]), "one reward per completion: 2, got 1"),
         ([Stop("no"), Stop("no")], "failed on 2 of 2 completions; the first: returned Stop: no"),
         ([Bad(), Bad()], "returned a Bad whose __float__ raised RuntimeError: no float"),
-        ([math.inf, math.inf], "returned inf"),
-        ([complex(1), 1], "result 0 is"),
     ],
 )
 def test_nonsense_is_named(runner_of, returned, message):

@@ -266,7 +266,7 @@ def test_the_final_number_of_a_text_is_compared_by_value_and_logged():
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K rows are not beside the repository")
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_rows_of_gsm8k(every):
     paths = [GSM8K / "train.jsonl", GSM8K / "test.jsonl"]
     answers = [json.loads(line)["answer"] for path in paths for line in path.read_text().splitlines()]

@@ -109,6 +109,7 @@ def test_files_that_cannot_be_written(demo_tokenizer, tmp_path, limit):
     model(torch.tensor([[3, 4]])).logits.sum().backward()
     optimizer.step()
     state = SavedState(1, optimizer.state_dict(), {key: {} for key in NEEDED} | {"random": [random_state()]})
+    drawn = torch.rand(1)
     settings = RunConfig(stop_when_unsaved_minutes=0)
     folder, before = RunFolder(tmp_path, settings), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -122,6 +123,7 @@ def test_files_that_cannot_be_written(demo_tokenizer, tmp_path, limit):
     folder = RunFolder(tmp_path)
     folder.save_checkpoint(models, state, wait=True)
     assert load_checkpoint(folder.checkpoint(1), models).step == 1
+    assert torch.rand(1) == drawn  # goes on where it was
 
 
 def test_a_run_checks_its_last_checkpoint_and_the_best_model(demo_tokenizer, tmp_path, monkeypatch):

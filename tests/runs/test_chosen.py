@@ -158,12 +158,6 @@ def test_a_misspelt_run_beside_others(copied):
         model_of(str(copied.parent / "typo"))
 
 
-def test_names_of_a_run_are_absolute(project, copied):
-    settings = load_config(copied / "config.toml", of_run=True)
-    assert settings.data.train == settings.data.eval == f"{project}/held/data.jsonl"
-    assert settings.reward.functions == (f"{project}/mine.py:digits",)
-
-
 def test_files_that_have_moved(project, copied, elsewhere):
     """All are named, before --trust is asked for, which would not bring them back."""
     change(copied, (f"{project}/mine.py:digits", "/nowhere/gone.py:digits"))
@@ -179,14 +173,6 @@ def test_files_that_have_moved(project, copied, elsewhere):
     change(copied, ("/nowhere/gone.py", "x" * 300 + ".py"))
     with pytest.raises(RunFolderError, match="x.py .reward.functions., which are not there"):
         Evaluation(str(copied)).settings()
-
-
-def test_relative_names_of_an_older_run_belong_to_the_working_directory(project, copied, elsewhere, monkeypatch):
-    change(copied, (f"{project}/mine.py:digits", "mine.py:digits"))
-    with pytest.raises(RunFolderError, match=r"name mine.py .*, which is not there; the run was started in .*project"):
-        Evaluation(str(copied)).settings()
-    monkeypatch.chdir(project)
-    assert Evaluation(str(copied)).settings().reward.functions == ("mine.py:digits",)
 
 
 def test_what_was_passed_in_python_is_named(project, copied):

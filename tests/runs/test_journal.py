@@ -141,7 +141,7 @@ def loaded(folder, rollout):
 
 @given(rollouts())
 @hypothesis_settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_a_loaded_rollout_equals_the_saved_one(tmp_path, rollout):
     expected = replace(rollout, facts={**rollout.facts, EXACT: True})

@@ -12,7 +12,7 @@ import pytest
 from cohort.errors import ConfigError, RunFolderError
 from cohort.runs import reader
 from cohort.runs.reader import Run
-from tests.report.console.made import line, make_run, write_lines, write_step
+from tests.report.console.made import line, make_run, write_lines
 
 
 @pytest.fixture
@@ -255,44 +255,6 @@ def test_a_resumed_run_is_read_anew(tmp_path):
     assert [one.get("custom/x") for one in follower.refresh()[1]] == [0.75, None]
     path.unlink()
     assert follower.refresh() == (False, [])
-
-
-def test_damaged_and_hostile_lines_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "MAX_LINE", 1000)
-    bad = [
-        b"{",
-        b"[]",
-        b'{"step": "1"}',
-        b'{"step": true}',
-        b'{"step": -1}',
-        b"\xff\xfe",
-        b'{"step": ' + b"9" * 30 + b"}",
-    ]
-    bad += [b"[" * 900, b'{"step": 1, "x": "' + b"y" * 5000 + b'"}']
-    good = b'{"step": 7, "text": "<script>", "list": [1], "nan": NaN, "huge": 1e999, "n": 1}'
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*bad, good, b""]))
-    follower = Run(tmp_path)
-    assert follower.refresh()[1] == [{"step": 7, "nan": None, "huge": None, "n": 1}]
-
-
-def test_a_pipe_is_no_file(tmp_path):
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    assert Run(tmp_path).refresh() == (False, [])
-
-
-def test_no_link_out_of_the_folder_is_followed(tmp_path):
-    other, run = make_run(tmp_path / "other", [line(1)]), tmp_path / "run"
-    write_step(other, 1)
-    (other / "checkpoints" / "step-1").mkdir(parents=True)
-    run.mkdir()
-    for name in ("metrics.jsonl", "rollouts", "checkpoints"):
-        (run / name).symlink_to(other / name)
-    assert (Run(run).refresh(), Run(run).rollouts, Run(run).checkpoints) == ((False, []), {}, {})
-    assert (Run(other).rollouts, list(Run(other).checkpoints)) == ({1: other / "rollouts" / "step-1.parquet"}, [1])
-    (run / "rollouts").unlink()
-    (run / "rollouts").mkdir()
-    (run / "rollouts" / "step-1.parquet").symlink_to(Run(other).rollouts[1])
-    assert Run(run).rollouts == {}
 
 
 def test_rows_are_by_step_whatever_the_order_of_their_lines(tmp_path):

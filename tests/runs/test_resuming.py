@@ -115,15 +115,6 @@ def test_relative_names_of_an_older_run_are_made_absolute(project, tmp_path, mon
     assert main(["resume", "project/out", "--run.max_steps", "3"]) == 0  # it is this account's now
 
 
-def test_resume_starts_a_run_without_a_checkpoint_again(whole, project):
-    shutil.rmtree("out/checkpoints")
-    Path("out/notes.md").write_text("mine")
-    assert main(["train", "c.toml", "--resume"]) == 0
-    assert weights(project / "out", 3) == weights(whole, 3)
-    assert [line["step"] for line in untimed_metrics_of(project / "out")] == [1, 2, 3]
-    assert Path("out/notes.md").read_text() == "mine"
-
-
 @pytest.mark.parametrize("left", ["summary.json", "merged", "best", "step-2.broken"])
 def test_a_run_whose_checkpoints_were_removed_is_not_started_again(project, capsys, left):
     """To save disk, say: what it has beside them is not to be lost."""
@@ -147,19 +138,19 @@ def test_a_run_whose_checkpoints_were_removed_is_not_started_again(project, caps
         assert main(["resume", "out"]) == 0  # it is complete
 
 
-@pytest.mark.parametrize("lora", [{}, {"rank": 2, "save_merged": True}])
-def test_a_run_killed_after_its_last_checkpoint_is_completed(demo_tokenizer, tmp_path, lora):
+def test_a_run_killed_after_its_last_checkpoint_is_completed(demo_tokenizer, tmp_path):
     """Before the summary, and the model with its adapter merged, are written."""
     base = str(tmp_path / "base")
     tiny_llama(vocab_size=len(demo_tokenizer)).save_pretrained(base)
     demo_tokenizer.save_pretrained(base)
-    settings = {"max_steps": 2, "eval_rows": 2, "lora": lora, "metric_for_best_model": "eval/reward/mean"}
-    settings |= {
-        "prompts_per_step": 2,
-        "num_generations": 2,
-        "max_completion_length": 4,
+    settings = {
+        "max_steps": 2,
+        "eval_rows": 2,
+        "metric_for_best_model": "eval/reward/mean",
         "output_dir": tmp_path / "run",
     }
+    settings |= {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4}
+    settings |= {"lora": {"rank": 2, "save_merged": True}}
 
     def run(resume):
         trainer = GRPOTrainer(base, digits_reward, GRPOConfig(**settings, progress=False, device="cpu"), ROWS, ROWS)
@@ -174,10 +165,9 @@ def test_a_run_killed_after_its_last_checkpoint_is_completed(demo_tokenizer, tmp
     run(False)
     merged, summary = files()
     (tmp_path / "run" / "summary.json").unlink()
-    if lora:
-        assert "model.safetensors" in merged
-        (tmp_path / "run" / "merged" / "model.safetensors").write_bytes(b"half")
-        (tmp_path / "run" / "merged" / "config.json").unlink()
+    assert "model.safetensors" in merged
+    (tmp_path / "run" / "merged" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "run" / "merged" / "config.json").unlink()
     run(True)
     again, completed = files()
     assert again == merged

@@ -48,18 +48,6 @@ def test_the_best_fit_is_taken_and_neighbours_merge():
     assert (allocator.reserved, allocator.retries) == (240 * MEBI, 0)
 
 
-def test_segments_that_are_free_as_a_whole_are_returned_when_memory_runs_out():
-    allocator = CachingAllocator(100 * MEBI)
-    allocator.allocate("a", 40 * MEBI), allocator.allocate("b", 40 * MEBI)
-    allocator.free("a")
-    allocator.allocate("c", 50 * MEBI)
-    assert (allocator.reserved, allocator.retries) == (90 * MEBI, 1)
-    allocator.free("c")
-    allocator.allocate("d", 20 * MEBI)  # of the 50: what is left of them is no whole segment
-    with pytest.raises(OutOfMemoryError):
-        allocator.allocate("e", 40 * MEBI)
-
-
 def test_in_an_expandable_segment_what_is_freed_beside_each_other_is_one_block():
     """Two blocks of past sizes hold no larger one; pages of one range do."""
     for expandable in (False, True):
@@ -104,15 +92,3 @@ def test_free_pages_are_unmapped_when_memory_runs_out():
     allocator.free("g")
     allocator.allocate("i", 35 * MEBI)
     assert allocator.allocated == (10 + 20 + 10 + 35) * MEBI + 512
-
-
-def test_what_is_released_is_mapped_again():
-    allocator = CachingAllocator(100 * MEBI, expandable=True)
-    for number in range(5):
-        allocator.allocate(number, 20 * MEBI)
-    for number in range(5):
-        allocator.free(number)
-    allocator.release()
-    assert allocator.reserved == 0
-    allocator.allocate("all", 100 * MEBI)
-    assert (allocator.peak_reserved, allocator.peak_allocated) == (100 * MEBI, 100 * MEBI)

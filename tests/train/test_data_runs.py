@@ -11,7 +11,7 @@ from datasets import Dataset
 from cohort import GRPOConfig, GRPOTrainer
 from cohort.config import Source
 from cohort.data import DataCursor
-from cohort.errors import ConfigError, DataError, RunFolderError
+from cohort.errors import ConfigError, DataError
 from tests.conftest import each
 from tests.train.harness import (
     ROWS,
@@ -106,11 +106,11 @@ def test_a_streamed_run_resumes_exactly(demo_tokenizer, tmp_path):
     rows = [row | {"prompt": "1" * 9} if n % 6 == 5 else row for n, row in enumerate(ROWS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = {"train": tmp_path / "rows.jsonl", "rows": None, "streaming": True, "shuffle_buffer": 7}
-    settings |= {"max_prompt_length": 6, "overlong_prompts": "drop", "max_steps": 6, "save_steps": 2}
+    settings |= {"max_prompt_length": 6, "overlong_prompts": "drop", "max_steps": 5, "save_steps": 2}
     straight, resumed = straight_and_resumed(
-        lambda folder: make_trainer(demo_tokenizer, folder, **settings), tmp_path, stop=5
+        lambda folder: make_trainer(demo_tokenizer, folder, **settings), tmp_path, stop=3
     )
-    assert straight.summary["completions"] == resumed.summary["completions"] == 6 * 4 * 4
+    assert straight.summary["completions"] == resumed.summary["completions"] == 5 * 4 * 4
     fetched = flat(prompts_of_steps(tmp_path / "straight"))
     kept = [n for n in range(20) if n % 6 != 5]
     assert sorted(fetched[:17]) == kept  # the first epoch
@@ -168,18 +168,6 @@ def test_errors_in_the_data_are_found_before_the_tokenizer_is_loaded(data, setti
         GRPOTrainer("./no/such/model", digits_reward, GRPOConfig(**SETTINGS, **settings), data)
 
 
-def test_a_curriculum_of_other_levels_cannot_be_resumed(demo_tokenizer, tmp_path):
-    def trainer(sign, **settings):
-        rows = [row | {"level": sign * n} for n, row in enumerate(ROWS)]
-        settings |= {"order": "curriculum", "curriculum": "level"}
-        return make_trainer(demo_tokenizer, tmp_path / "run", rows=rows, **settings)
-
-    trainer(1, max_steps=1).train()
-    assert prompts_of_steps(tmp_path / "run") == [[0, 1, 2, 3]]
-    with pytest.raises(RunFolderError, match="prompts: other prompts"):
-        trainer(-1, max_steps=2).train(resume=True)
-
-
 def test_a_bad_row_in_a_stream_loses_nothing(demo_tokenizer, tmp_path):
     # Rows after the first 1,000 are checked only when they are read. Those after row 1,030 are truncated.
     rows = [{"prompt": "1" * (60 if n > 1030 else 2), "answer": "1"} for n in range(1100)]
@@ -217,9 +205,3 @@ def test_the_description_includes_the_evaluation_data(demo_tokenizer, tmp_path):
     )
     assert "\n  b: data: 2 sources, one after another" in shown
     assert "\n  b:   y: 20 rows; the first 3 of these\n  b: prompts: 5; 3 to 3 tokens" in shown
-
-
-def test_a_mixture_repeats_its_small_sources(demo_tokenizer, tmp_path):
-    sources = [Source(path=ROWS[:2], name="a", weight=10.0), Source(path=ROWS[2:12], name="b", weight=1.0)]
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", rows=sources, prompts_per_step=16)
-    assert trainer.schedule.num_prompts == 110

@@ -11,8 +11,7 @@ from collections import Counter
 import pytest
 
 from cohort import GRPOConfig
-from cohort.environments import Step
-from cohort.errors import ConfigError, EpisodeError, PolicyMismatchError, RewardError
+from cohort.errors import ConfigError, RewardError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.setup import with_engine
@@ -28,7 +27,6 @@ from tests.train.harness import (
     metrics_of,
     rows_of,
     same_parameters,
-    shift_sampler_logps,
     straight_and_resumed,
     untimed_metrics_of,
     untimed_rows_of,
@@ -146,11 +144,10 @@ def test_prompts_are_those_of_a_run_without_lag(demo_tokenizer, tmp_path, settin
     settings = {"num_generations": 3, "max_completion_length": 3} | settings
     for lag in (0, 2):
         folder = tmp_path / str(lag)
-        run = make_trainer(demo_tokenizer, folder, lag=lag, max_steps=7, rewards=by_row, save_steps=3, **settings)
-        break_after(run, 5)
-        resumed = make_trainer(demo_tokenizer, folder, lag=lag, max_steps=7, rewards=by_row, save_steps=3, **settings)
-        resumed.train(resume=True)
-        seen[lag] = [[(row["group"], row["row"]) for row in rows_of(folder, step)] for step in range(1, 8)]
+        more = settings | {"lag": lag, "max_steps": 6, "rewards": by_row, "save_steps": 3}
+        break_after(make_trainer(demo_tokenizer, folder, **more), 5)
+        make_trainer(demo_tokenizer, folder, **more).train(resume=True)
+        seen[lag] = [[(row["group"], row["row"]) for row in rows_of(folder, step)] for step in range(1, 7)]
     assert seen[0] == seen[2]
 
 
@@ -158,11 +155,11 @@ def test_prompts_are_those_of_a_run_without_lag(demo_tokenizer, tmp_path, settin
 
 
 @pytest.mark.parametrize(
-    ("lag", "stops"), [(2, (3,)), *(pytest.param(lag, (1, 2, 3, 4), marks=pytest.mark.slow) for lag in (1, 2))]
+    ("lag", "stops"), [(2, (3,)), *(pytest.param(lag, (1, 2, 3), marks=pytest.mark.slow) for lag in (1, 2))]
 )
 def test_a_run_resumed_after_any_step_equals_an_uninterrupted_one(demo_tokenizer, tmp_path, lag, stops):
     def make(folder):
-        settings = {"lag": lag, "max_steps": 5, "save_steps": 1, "num_iterations": 2, "minibatches": 2, "top_p": 0.9}
+        settings = {"lag": lag, "max_steps": 4, "save_steps": 1, "num_iterations": 2, "minibatches": 2, "top_p": 0.9}
         settings |= {"lr_scheduler_type": "cosine", "eval_rows": ROWS[:3], "eval_steps": 2, "beta": 0.05}
         return make_trainer(demo_tokenizer, folder, rewards=[slow_digits, digits_reward], **settings)
 
@@ -174,9 +171,10 @@ def test_a_run_resumed_after_any_step_equals_an_uninterrupted_one(demo_tokenizer
         resumed.train(resume=True)
         assert same_parameters(straight, resumed)
         assert untimed_metrics_of(tmp_path / f"at-{stop}") == untimed_metrics_of(tmp_path / "straight")
-        assert untimed_rows_of(tmp_path / f"at-{stop}", 5) == untimed_rows_of(tmp_path / "straight", 5)
+        assert untimed_rows_of(tmp_path / f"at-{stop}", 4) == untimed_rows_of(tmp_path / "straight", 4)
 
 
+@pytest.mark.slow
 def test_a_run_with_tools_resumes_exactly(tmp_path):
     def make(folder):
         settings = {"regex": episodes.CALL, "max_turns": 3, "max_steps": 3, "save_steps": 1, "lag": 1}
@@ -229,9 +227,8 @@ def failing_at(step, error):
     return fails
 
 
-@pytest.mark.parametrize("lag", telling([1, 2], 2))
-def test_a_reward_that_raises_stops_the_run_at_its_step(demo_tokenizer, tmp_path, lag):
-    settings = {"lag": lag, "max_steps": 5, "on_error": "stop"}
+def test_a_reward_that_raises_stops_the_run_at_its_step(demo_tokenizer, tmp_path):
+    settings = {"lag": 2, "max_steps": 5, "on_error": "stop"}
     broken = make_trainer(demo_tokenizer, tmp_path / "run", rewards=failing_at(3, ValueError("no")), **settings)
     with pytest.raises(RewardError, match=r"no.*; in step 4; a checkpoint of step 3 is kept: fix it and resume"):
         broken.train()
@@ -240,7 +237,7 @@ def test_a_reward_that_raises_stops_the_run_at_its_step(demo_tokenizer, tmp_path
     make_trainer(demo_tokenizer, tmp_path / "run", rewards=fixed, **settings).train(resume=True)
     make_trainer(demo_tokenizer, tmp_path / "straight", rewards=fixed, **settings).train()
     # What was pending is scored by the repaired function.
-    assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, lag, lag, lag]
+    assert [line["rollout/lag"] for line in metrics_of(tmp_path / "run")] == [0, 1, 2, 2, 2]
     assert untimed_metrics_of(tmp_path / "run") == untimed_metrics_of(tmp_path / "straight")
 
 
@@ -257,7 +254,7 @@ def test_the_journal_holds_what_was_sampled_before_the_failure(demo_tokenizer, t
     assert (drawn.scores, len(drawn.groups)) == (None, 4)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_other_errors_surface_as_they_are(demo_tokenizer, tmp_path, error):
     def fails(completions, trainer_state, **_):
         if trainer_state.global_step == 2:
@@ -269,34 +266,6 @@ def test_other_errors_surface_as_they_are(demo_tokenizer, tmp_path, error):
     with pytest.raises(expected):
         trainer.train()
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2]
-
-
-class Fails:
-    """An environment that fails from the third step on."""
-
-    begun = 0
-
-    def reset(self, **_):
-        Fails.begun += 1
-        return "Go on."
-
-    def step(self, text):
-        if Fails.begun > 12:
-            raise ValueError("out of order")
-        return Step("Done.", float(len(text)), done=True)
-
-
-def test_failing_episodes_stop_the_run_at_their_step(tmp_path):
-    Fails.begun = 0
-    run = episodes.trainer(tmp_path / "run", environment_factory=Fails, regex="[0-9]", lag=1, max_steps=4)
-    with pytest.raises(EpisodeError, match="out of order.*in step 3; a checkpoint of step 2 is kept"):
-        run.train()
-
-
-def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(demo_tokenizer, tmp_path, monkeypatch):
-    shift_sampler_logps(monkeypatch, lambda: 0.2)
-    with pytest.raises(PolicyMismatchError, match="nats from the trainer's"):
-        make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=2).train()
 
 
 @pytest.mark.parametrize(
@@ -416,7 +385,7 @@ def test_an_evaluation_changes_no_draw_of_what_is_pending(demo_tokenizer, tmp_pa
 
         def late(*arguments):
             if threading.current_thread().name.startswith("rollout-"):
-                time.sleep(0.2)
+                time.sleep(0.1)
             return generate(*arguments)
 
         trainer.engine.generate = late
@@ -440,7 +409,7 @@ def test_seconds_of_what_was_hidden(demo_tokenizer, tmp_path):
         await asyncio.sleep(0.3)
         return digits_reward([completion])[0]
 
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=3, rewards=slow, max_concurrent=64)
+    trainer = make_trainer(demo_tokenizer, tmp_path / "run", lag=1, max_steps=2, rewards=slow, max_concurrent=64)
     for metrics in trainer.steps():
         sampled = metrics["seconds/generate"] + metrics["seconds/reward"]
         assert sampled > 0.3

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cohort.train.loop as loop_module
-from cohort.errors import ConfigError, PolicyMismatchError, RewardError, RunFolderError
+from cohort.errors import PolicyMismatchError, RunFolderError
 from tests.conftest import tiny_llama
-from tests.families.configs import ATTENTION
 from tests.train.harness import (
     ROWS,
     break_after,
-    checkpoints_of,
     digits_reward,
     make_trainer,
     metrics_of,
@@ -95,8 +93,10 @@ def test_with_one_update_per_rollout_all_ratios_are_1(run):
         assert abs(metrics["sampler/kl_k1_drift"]) < 1e-5
 
 
-@pytest.mark.parametrize("gap", [0.02, math.nan])  # float32 explains 0.01
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}, {"dropout": True}])
+@pytest.mark.parametrize(
+    ("gap", "settings"),  # float32 explains a gap of 0.01
+    [(0.02, {}), (math.nan, {}), (0.02, {"num_iterations": 2}), (math.nan, {"dropout": True})],
+)
 def test_a_sampler_that_disagrees_stops_the_run_before_its_first_update(
     demo_tokenizer, tmp_path, monkeypatch, gap, settings
 ):
@@ -114,13 +114,6 @@ def test_a_small_gap_does_not_stop_the_run(demo_tokenizer, tmp_path, monkeypatch
     shift_sampler_logps(monkeypatch, lambda: gap)
     make_trainer(demo_tokenizer, tmp_path / "run", max_steps=1, precision=precision).train()
     assert metrics_of(tmp_path / "run")[-1]["sampler/gap"] == pytest.approx(gap, rel=0.4)
-
-
-def test_no_pass_is_made_for_the_gap(demo_tokenizer, tmp_path, monkeypatch):
-    passes = []
-    monkeypatch.setattr("cohort.train.loop.policy_logps", lambda *_: passes.append(1))
-    make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2).train()
-    assert not passes
 
 
 def test_a_sampler_that_disagrees_stops_a_resumed_run_too(run, finished, monkeypatch):
@@ -223,13 +216,6 @@ def test_unscored_completions_are_counted_and_left_out(demo_tokenizer, tmp_path)
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_run_learns(demo_tokenizer, tmp_path):
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", max_steps=15)
-    rewards = [metrics["reward/mean"] for metrics in trainer.steps()]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
-
-
 @pytest.mark.parametrize("settings", [{}, {"top_entropy": 0.5}], ids=["no pass", "passes, and a gradient of 0"])
 def test_a_step_without_any_signal_is_skipped(demo_tokenizer, tmp_path, settings):
     def second_step_dead(completions, trainer_state, **_):
@@ -248,15 +234,6 @@ def test_a_step_without_any_signal_is_skipped(demo_tokenizer, tmp_path, settings
     assert trainer.policy.version == 2
     rates = [line["learning_rate"] for line in (first, second, third)]
     assert rates == pytest.approx([0.25e-2, 0.5e-2, 0.5e-2])  # a skipped update does not warm up
-
-
-def test_the_seed_determines_the_run(demo_tokenizer, tmp_path):
-    runs = {}
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        make_trainer(demo_tokenizer, tmp_path / name, max_steps=1, seed=seed).train()
-        runs[name] = untimed_metrics_of(tmp_path / name)
-    assert runs["a"] == runs["b"]
-    assert runs["a"][0]["reward/mean"] != runs["c"][0]["reward/mean"]
 
 
 # Checkpoints and resuming ---------------------------------------------------------------------------------------------
@@ -282,18 +259,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(demo_tokenizer, tmp_path):
     assert resumed.policy.model.lm_head.weight is resumed.policy.model.model.embed_tokens.weight
 
 
-def test_mixtures_of_experts_resume_too(demo_tokenizer, tmp_path):
-    """Their weights have other names in files than in memory."""
-    shape = ATTENTION | {"vocab_size": len(demo_tokenizer), "num_local_experts": 4}
-
-    def make(folder):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **shape))
-        return make_trainer(demo_tokenizer, folder, model=model, save_steps=1, max_steps=2)
-
-    straight_and_resumed(make, tmp_path, stop=1)
-
-
 def test_checkpoints_load_with_transformers(run, tmp_path):
     trainer, folder = run
     trainer.save_model(tmp_path / "saved")
@@ -305,46 +270,10 @@ def test_checkpoints_load_with_transformers(run, tmp_path):
         assert AutoTokenizer.from_pretrained(path)("1+2")["input_ids"] == trainer.tokenizer("1+2")["input_ids"]
 
 
-def test_an_incomplete_checkpoint_is_ignored(run, finished):
-    folder, again = finished
-    newest = folder / "checkpoints" / "step-2"
-    newest.rename(newest.with_name("step-2.part"))  # as a process leaves it that is killed while it writes
-    resumed = again()
-    resumed.train(resume=True)
-    assert same_parameters(run[0], resumed)
-    assert checkpoints_of(folder) == ["step-1", "step-2"]
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    ("break_", "message"),
-    [
-        (lambda folder: flip(folder / "model.safetensors"), "model.safetensors is not what was written"),
-        (lambda folder: (folder / "state/optimizer.safetensors").write_bytes(b""), "optimizer.safetensors has 0 bytes"),
-        (lambda folder: (folder / "config.json").unlink(), "step-2 lacks config.json"),
-        (lambda folder: (folder / "state/loop.json").write_text("{"), "loop.json has 1 bytes"),
-    ],
-)
-def test_a_broken_checkpoint_is_set_aside_and_the_one_before_taken(run, finished, caplog, break_, message):
-    folder, again = finished
-    break_(folder / "checkpoints" / "step-2")
-    resumed = again()
-    resumed.train(resume=True)
-    assert message in caplog.text
-    assert "going on from step 1 instead" in caplog.text
-    assert same_parameters(run[0], resumed)
-    assert checkpoints_of(folder) == ["step-1", "step-2", "step-2.broken"]
-
-
 def test_when_every_checkpoint_is_broken(finished):
     folder, again = finished
     for path in (folder / "checkpoints").iterdir():
-        flip(path / "state" / "reference.safetensors")
+        (path / "state" / "reference.safetensors").write_bytes(b"")
     with pytest.raises(
         RunFolderError, match=r"no whole checkpoint to resume from: .*step-2: state/ref.*; .*step-1: st"
     ):
@@ -363,15 +292,6 @@ def test_a_checkpoint_holds_nothing_but_safetensors_and_text(run):
     assert {name.rpartition("/")[0] for name in names} == dict(run[0].policy.model.named_parameters()).keys()
 
 
-def test_a_finished_run_can_be_made_longer(finished):
-    folder, again = finished
-    with pytest.raises(ConfigError, match="is complete"):
-        again().train(resume=True)
-    assert again(max_steps=3, save_total_limit=2).train(resume=True)["updates"] == 3
-    assert [line["step"] for line in metrics_of(folder)] == [0, 1, 2, 3]
-    assert checkpoints_of(folder) == ["step-2", "step-3"]
-
-
 def test_a_run_that_is_killed_while_it_is_made_longer_goes_on(finished):
     folder, again = finished
     break_after(again(max_steps=4), 3, resume=True)
@@ -386,7 +306,6 @@ def other_reward(completions, **_):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"learning_rate": 0.5}, r"optim.learning_rate: the run has 0.01, now 0.5"),
         ({"rows": ROWS[::-1]}, "prompts: other prompts"),
         ({"rewards": other_reward}, "rewards: the run has digits_reward, now other_reward"),
         ({"epsilon": 0.3}, "--allow-changed objective.epsilon"),
@@ -409,15 +328,6 @@ def test_a_reference_that_a_checkpoint_lacks_is_said_to_be_missing(demo_tokenize
         make_trainer(demo_tokenizer, tmp_path / "run", max_steps=2, beta=0.1).train(
             resume=True, allow_changed=["objective.beta"]
         )
-
-
-def test_an_objective_written_in_another_way_may_be_resumed(finished):
-    finished[1](max_steps=3, trust_region={"rule": "ppo_clip", "low": 0.8, "high": 1.2}).train(resume=True)
-
-
-def test_without_a_run_there_is_nothing_to_resume(demo_tokenizer, tmp_path):
-    with pytest.raises(RunFolderError, match="there is no run folder"):
-        make_trainer(demo_tokenizer, tmp_path / "none", max_steps=2).train(resume=True)
 
 
 def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one(demo_tokenizer, tmp_path, capsys):
@@ -445,16 +355,3 @@ def test_a_folder_that_is_not_empty_is_left_alone(finished, demo_tokenizer, tmp_
 def test_a_trainer_runs_once(run):
     with pytest.raises(RunFolderError, match="has started"):
         run[0].train()
-
-
-def test_a_reward_that_fails_leaves_a_checkpoint_of_the_last_complete_step(demo_tokenizer, tmp_path):
-    def fails_in_the_second_step(completions, trainer_state, **_):
-        if trainer_state.global_step == 1:
-            raise TimeoutError("the judge is gone")
-        return digits_reward(completions)
-
-    trainer = make_trainer(demo_tokenizer, tmp_path / "run", rewards=fails_in_the_second_step, save_steps=0)
-    message = r"failed on 16 of 16 .*TimeoutError: the judge is gone.*in step 2; a checkpoint of step 1 is kept"
-    with pytest.raises(RewardError, match=message):
-        trainer.train()
-    assert checkpoints_of(tmp_path / "run") == ["step-1"]

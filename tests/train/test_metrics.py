@@ -11,7 +11,7 @@ from cohort.policy import Policy
 from cohort.rewards.runner import Scores
 from cohort.train import UpdateResult
 from cohort.train.layout import Rollout, lay_out
-from cohort.train.metrics import policy_movement, reward_metrics, step_metrics, value_metrics
+from cohort.train.metrics import policy_movement, reward_metrics, standard_error, step_metrics, value_metrics
 from cohort.types import Completion, FinishReason, Group, Prompt
 from tests.conftest import each, tiny_llama
 from tests.train.test_layout import make_batch
@@ -100,6 +100,12 @@ def test_the_effective_number_of_tokens(sizes, expected):
     whole = defaultdict(float, policy_sizes=sum(sizes), policy_energy=sum(size**2 for size in sizes))
     found = value_metrics(TokenStatistics(whole, {}, {}), 1, PRESETS["default"])
     assert found["gradient/effective_tokens"] == pytest.approx(expected, rel=1e-15)
+
+
+def test_a_standard_error_is_of_a_sample():
+    values = torch.tensor([1.0, 2.0, 4.0, 9.0])
+    assert standard_error(16.0, 102.0, 4.0) == pytest.approx(float(values.std()) / 2)
+    assert standard_error(3.0, 9.0, 1.0) is None
 
 
 def test_what_needs_no_pass_is_of_all_drawn_tokens():

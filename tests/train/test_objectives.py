@@ -194,16 +194,6 @@ def test_a_kl_in_the_reward_lowers_the_advantage_where_the_policy_exceeds_the_re
     assert metrics["grad_norm"] > 0
 
 
-def test_an_entropy_bonus_raises_entropy(demo_tokenizer, tmp_path):
-    def run(name, **settings):
-        trainer = make_trainer(demo_tokenizer, tmp_path / name, max_steps=2, learning_rate=3e-3, **settings)
-        return [metrics["entropy"] for metrics in trainer.steps()]
-
-    plain, bonus = run("plain"), run("bonus", entropy={"coefficient": 1.0})
-    assert bonus[0] == plain[0]
-    assert bonus[1] > plain[1]
-
-
 # Rewards per step and per token ---------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cohort.errors import RunFolderError, Stopped
+from cohort.errors import RunFolderError
 from cohort.train import Observer, Wishes
 from tests.train.harness import ROWS, make_trainer, metrics_of, same_parameters
 
@@ -54,22 +54,3 @@ def test_state_evaluation_and_checkpoint_between_steps(demo_tokenizer, tmp_path)
     list(resumed.steps(resume=True, observers=[counter]))
     assert (counter.count, counter.told, whole.told) == (4, [3, 4], [1, 2, 3, 4])
     assert same_parameters(straight, resumed)
-
-
-class Asks(Observer):
-    """Asks for a checkpoint after the first step, and for a stop after the second."""
-
-    def __init__(self):
-        self.told = []
-
-    def stepped(self, step):
-        self.told.append((step.metrics["step"], len(step.updates), step.state.complete_steps))
-        return Wishes(save=step.state.complete_steps == 1, stop=step.state.complete_steps == 2)
-
-
-def test_wishes_to_save_and_to_stop(demo_tokenizer, tmp_path):
-    trainer, asks = make_trainer(demo_tokenizer, tmp_path / "run", save_steps=0, **SMALL), Asks()
-    with pytest.raises(Stopped, match="after step 2"):
-        list(trainer.steps(observers=[asks]))
-    assert asks.told == [(1, 1, 1), (2, 1, 2)]
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-1", "step-2"]

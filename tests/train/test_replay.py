@@ -115,8 +115,7 @@ def test_without_replay_the_mean_ratio_is_the_kept_mass(demo_tokenizer, tmp_path
     ("sampling", "replay"),
     [
         ({"top_p": 0.7}, True),
-        ({"min_p": 0.2, "temperature": 1.5}, True),
-        ({"min_completion_length": 4}, True),
+        ({"min_completion_length": 4, "min_p": 0.2, "temperature": 1.5}, True),
         ({"top_k": 6, "top_p": 0.9, "repetition_penalty": 1.3, "temperature": 0.7}, True),
         ({"repetition_penalty": 1.6}, False),
         ({"min_completion_length": 4, "min_p": 0.2}, False),
@@ -271,29 +270,6 @@ def test_dynamic_sampling_replaces_groups_that_failed(demo_tokenizer, tmp_path):
     assert metrics["updates"] == 1
 
 
-def test_rewards_per_token_without_failed_completions(demo_tokenizer, tmp_path):
-    lost = {(0, 0): ERROR, (3, 3): ERROR}
-
-    def reward(completions, completion_ids, **_):
-        return [[float(token) / 100 for token in ids] for ids in completion_ids]
-
-    trainer = replaying(
-        demo_tokenizer,
-        tmp_path / "run",
-        max_steps=1,
-        rewards=reward,
-        credit="given",
-        scale="none",
-        baseline="none",
-        broken=lambda *key: lost.get(key),
-    )
-    (metrics,) = trainer.steps()
-    assert metrics["reward/unscored"] == 2
-    for row in rows_of(tmp_path / "run"):
-        if row["finish_reason"] != "error":
-            assert row["token_advantages"] == pytest.approx([token / 100 for token in row["token_ids"]])
-
-
 def test_a_failed_completion_with_some_tokens_has_no_reward_per_token():
     complete = Completion.of_tokens((3, 4), (-1.0, -1.0), EOS, "ab")
     failed = Completion.of_tokens((5, 6, 7), (-1.0,) * 3, ERROR, "cde")
@@ -305,17 +281,6 @@ def test_a_failed_completion_with_some_tokens_has_no_reward_per_token():
     assert rollout.used_scores.token_rewards_N.tolist() == [1.0, 1.0]
     assert rollout.used_S == [1]
     assert rollout.used_groups == [Group(groups[0].prompt, (complete,))]
-
-
-def test_no_function_is_called_without_usable_completions():
-    failed = Completion.of_tokens((), (), ERROR)
-
-    def never(**_):
-        raise AssertionError
-
-    got = RewardRunner([never]).score([Group(Prompt(0, 0, (1,), "", "", {}), (failed, failed))])
-    assert got.rewards_S.isnan().all()
-    assert got.by_function_SK.shape == (2, 1)
 
 
 def test_a_failed_completion_is_unscored_in_an_evaluation(demo_tokenizer, tmp_path):

@@ -17,7 +17,7 @@ from tests.environments.test_training import trainer as episode_trainer
 from tests.rollout.served.stand_in import StandIn
 from tests.train.harness import checkpoints_of, make_trainer, metrics_of, rows_of, same_parameters, untimed_metrics_of
 
-STEPS = 3
+STEPS = 2
 EVAL_ROWS = [{"prompt": "3+4", "answer": "7"}, {"prompt": "5+1", "answer": "6"}]
 
 
@@ -91,16 +91,15 @@ def test_a_run_trains_the_policy_that_the_servers_sample_from(demo_tokenizer, tm
 
 def test_servers_draw_ahead_of_the_training(demo_tokenizer, tmp_path, serve):
     """With a lag of 1, with the weights of the step before, exactly."""
-    runs = []
-    for name in ("a", "b"):
-        stand_ins = serve(demo_tokenizer, 2)
-        runs.append(served(demo_tokenizer, tmp_path / name, *stand_ins, lag=1))
-        runs[-1].train()
-    assert same_parameters(*runs)
-    lines = metrics_of(tmp_path / "a")
+    served(demo_tokenizer, tmp_path / "run", *serve(demo_tokenizer, 2), lag=1, max_steps=3).train()
+    lines = metrics_of(tmp_path / "run")
     assert [line["rollout/lag"] for line in lines] == [line["sampler/version_lag_max"] for line in lines] == [0, 1, 1]
     assert lines[0]["sampler/gap"] < 1e-5 < 1e-3 < lines[1]["sampler/gap"]
-    assert [{row["weights_version"] for row in rows_of(tmp_path / "a", step)} for step in (1, 2, 3)] == [{0}, {0}, {1}]
+    assert [{row["weights_version"] for row in rows_of(tmp_path / "run", step)} for step in (1, 2, 3)] == [
+        {0},
+        {0},
+        {1},
+    ]
 
 
 def test_the_death_of_a_server_changes_nothing(demo_tokenizer, tmp_path, serve, straight):
@@ -180,7 +179,7 @@ def test_mismatch_rules_see_the_servers_log_probs(demo_tokenizer, tmp_path, serv
 def test_adapters_are_merged_into_what_is_sent(demo_tokenizer, tmp_path, serve):
     pytest.importorskip("peft")
     (stand_in,) = serve(demo_tokenizer)
-    trainer = served(demo_tokenizer, tmp_path / "run", stand_in, lora={"rank": 4})
+    trainer = served(demo_tokenizer, tmp_path / "run", stand_in, lora={"rank": 4}, max_steps=2)
     trainer.train()
     assert all(0 < line["sampler/gap"] < 1e-5 for line in metrics_of(tmp_path / "run") if line["step"])
 

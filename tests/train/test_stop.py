@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from cohort.errors import RewardError, RunFolderError, Stopped
+from cohort.errors import RewardError, Stopped
 from cohort.train.signals import Requests
 from tests.conftest import tiny_llama
 from tests.train.harness import (
@@ -204,10 +204,10 @@ def test_a_stop_before_the_first_update_keeps_the_rollout(demo_tokenizer, tmp_pa
 
 
 def test_a_killed_run_samples_nothing_again_that_the_journal_has(demo_tokenizer, tmp_path):
-    """Its newest checkpoint is three steps old: four rollouts are read, and one is sampled."""
+    """Its newest checkpoint is two steps old: two rollouts are read, and one is sampled."""
 
     def make(folder):
-        return make_trainer(demo_tokenizer, folder, **UPDATES | {"max_steps": 6, "save_steps": 1, "top_p": 0.9})
+        return make_trainer(demo_tokenizer, folder, **UPDATES | {"max_steps": 4, "save_steps": 1, "top_p": 0.9})
 
     break_after(make(tmp_path / "run"), 1)
     killed = make(tmp_path / "run")
@@ -215,7 +215,7 @@ def test_a_killed_run_samples_nothing_again_that_the_journal_has(demo_tokenizer,
 
     def step(*arguments):
         updates.append(1)
-        if len(updates) == 4 * 3 + 2:  # in step 5, between two updates
+        if len(updates) == 4 + 2:  # in step 3, between two updates
             raise KeyboardInterrupt
         return real_update(*arguments)
 
@@ -224,11 +224,11 @@ def test_a_killed_run_samples_nothing_again_that_the_journal_has(demo_tokenizer,
     killed.folder.save_checkpoint = lambda *_, **__: True  # nothing of it reaches the disk
     with pytest.raises(KeyboardInterrupt):
         list(steps)
-    assert journal_of(tmp_path / "run") == [f"step-{step}.safetensors" for step in (2, 3, 4, 5)]
+    assert journal_of(tmp_path / "run") == [f"step-{step}.safetensors" for step in (2, 3)]
     goes_on(make, tmp_path, sampled=16)
 
 
-@pytest.mark.parametrize("damage", ["cut", "a bit", "gone"])
+@pytest.mark.parametrize("damage", ["a bit", "gone"])
 def test_a_damaged_journal_is_sampled_again(demo_tokenizer, tmp_path, damage, caplog):
     def make(folder, callbacks=()):
         return make_trainer(demo_tokenizer, folder, callbacks=callbacks, max_steps=3)
@@ -237,21 +237,15 @@ def test_a_damaged_journal_is_sampled_again(demo_tokenizer, tmp_path, damage, ca
         make(tmp_path / "run", [StopsAt(2)]).train()
     path = tmp_path / "run" / "journal" / "step-2.safetensors"
     content = bytearray(path.read_bytes())
-    if damage == "a bit":
-        content[-1] ^= 1
-    path.write_bytes(content[: len(content) // 2] if damage == "cut" else content)
-    if damage == "gone":
-        path.unlink()
+    content[-1] ^= 1
+    path.unlink() if damage == "gone" else path.write_bytes(content)
     goes_on(make, tmp_path, sampled=32)
     assert ("step 2 is sampled again" in caplog.text) == (damage != "gone")
 
 
 @pytest.mark.parametrize(
     ("changed", "sampled"),
-    [
-        *[({"learning_rate": 2e-2}, 16), ({"lag": 1}, 16), ({"save_steps": 7}, 16), ({"max_steps": 4}, 32)],
-        *[({"temperature": 0.9}, 32), ({"beta": 0.05}, None)],
-    ],
+    [({"learning_rate": 2e-2}, 16), ({"lag": 1}, 16), ({"max_steps": 4}, 32), ({"temperature": 0.9}, 32)],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
 )
 def test_what_a_changed_run_takes_from_the_journal(demo_tokenizer, tmp_path, changed, sampled):
@@ -265,41 +259,13 @@ def test_what_a_changed_run_takes_from_the_journal(demo_tokenizer, tmp_path, cha
         make([StopsAt(2)]).train()
     resumed = make(**changed)
     drawn = requests_of(resumed)
-    allowed = ["optim.learning_rate", "objective.beta", "rollout.lag", "rollout.temperature"]
-    if sampled is None:
-        with pytest.raises(RunFolderError, match="no reference policy"):
-            resumed.train(resume=True, allow_changed=allowed)
-        return
-    resumed.train(resume=True, allow_changed=allowed)
+    resumed.train(resume=True, allow_changed=["optim.learning_rate", "rollout.lag", "rollout.temperature"])
     assert len(drawn) == sampled
 
 
 def exact_model(tokenizer):
     """A model whose completions have the same bits whatever is decoded beside them: heads of 16."""
     return tiny_llama(vocab_size=len(tokenizer), hidden_size=64)
-
-
-def test_what_is_scored_when_a_stop_comes_is_kept(demo_tokenizer, tmp_path):
-    stops, calls = [], []
-
-    def reward(completions, trainer_state, **_):
-        if trainer_state.global_step == 1:
-            calls.append(len(completions))
-            if stops:
-                stops.pop().stop()
-        return digits_reward(completions)
-
-    def make():
-        return make_trainer(demo_tokenizer, tmp_path / "run", rewards=reward, max_steps=2, save_steps=1)
-
-    stops.append(make())
-    with pytest.raises(Stopped, match="after step 1; .*step-1 holds"):
-        stops[0].train()
-    resumed, drawn = make(), []
-    resumed.engine.submit = drawn.extend
-    resumed.train(resume=True)
-    assert drawn == []
-    assert calls == [16]
 
 
 def test_a_reward_that_hangs_in_this_process_is_interrupted(demo_tokenizer, tmp_path, monkeypatch):
@@ -448,7 +414,7 @@ def test_a_function_that_hangs_beside_the_training_does_not_hold_up_a_stop(demo_
             release.wait(60)
         return digits_reward(completions)
 
-    stopped = lagging(demo_tokenizer, tmp_path / "run", hanging, stop_seconds=1, max_steps=2)
+    stopped = lagging(demo_tokenizer, tmp_path / "run", hanging, stop_seconds=0.4, max_steps=2)
     with pytest.raises(Stopped, match="stopped by SIGTERM"):
         stopped.train()
     release.set()

@@ -6,9 +6,7 @@ import datasets
 import pytest
 import torch
 
-from cohort.errors import ConfigError
-from cohort.trl import GRPOConfig, GRPOTrainer
-from tests.conftest import tiny_llama
+from tests.conftest import telling
 from tests.train.harness import ROWS, digits_reward
 from tests.trl.test_trainer import make
 
@@ -70,7 +68,7 @@ def test_no_loss_of_an_evaluation_that_needs_a_pass(demo_tokenizer, tmp_path):
     assert "eval_loss" not in make(demo_tokenizer, tmp_path / "run", eval_rows=ROWS[:2], beta=0.1).evaluate()
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", telling([False, True], True))
 def test_streams_are_read_whole_for_evaluation(demo_tokenizer, tmp_path, named):
     stream = datasets.Dataset.from_list(ROWS[:2]).to_iterable_dataset()
     given = {"one": stream, "two": stream} if named else stream
@@ -111,10 +109,3 @@ def test_template_variables_that_nothing_reads_have_no_effect(demo_tokenizer, tm
     chat = make(demo_tokenizer, tmp_path / "chat", rows=chats, **switch)
     assert "enable_thinking (the chat template does not read it)" in caplog.text
     assert chat.core.args.data.chat_template_kwargs == {"style": "1"}
-
-
-def test_without_data_the_error_is_about_the_data(demo_tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="`train_dataset` is required unless an `environment_factory`"):
-        GRPOTrainer(
-            tiny_llama(), digits_reward, GRPOConfig(str(tmp_path), use_cpu=True), processing_class=demo_tokenizer
-        )

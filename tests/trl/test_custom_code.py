@@ -51,9 +51,10 @@ def test_the_core_loads_it(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "trust", [{"trust_remote_code": True}, {"model_init_kwargs": {"trust_remote_code": True}}], ids=["field", "kwargs"]
+    ("trust", "adapters"),
+    [({"trust_remote_code": True}, True), ({"model_init_kwargs": {"trust_remote_code": True}}, False)],
+    ids=["field", "kwargs"],
 )
-@pytest.mark.parametrize("adapters", [False, True])
 def test_a_trl_script_loads_it(folder, tmp_path, trust, adapters):
     peft_config = None
     if adapters:

@@ -200,16 +200,6 @@ def test_a_complete_run_ends_at_once_or_goes_on(demo_tokenizer, tmp_path):
         gc.enable()
 
 
-def test_a_longer_run_goes_on_with_the_rates_of_the_longer_one(demo_tokenizer, tmp_path, capsys):
-    """As in TRL, and a line says so."""
-    make(demo_tokenizer, tmp_path / "run", max_steps=4).train()
-    longer = make(demo_tokenizer, tmp_path / "run", max_steps=8, logging_steps=1)
-    assert longer.train(resume_from_checkpoint=True).global_step == 8
-    rates = [entry["learning_rate"] for entry in longer.state.log_history if entry["step"] > 4 and "loss" in entry]
-    assert rates == pytest.approx([5e-3, 3.75e-3, 2.5e-3, 1.25e-3])
-    assert "(linear) goes on as that of a run with the new end" in capsys.readouterr().out
-
-
 def test_early_stopping_and_the_best_model(demo_tokenizer, tmp_path):
     """The best model is loaded at the end, whatever checkpoints are kept; one worse evaluation ends the run."""
     trainer = make(
@@ -432,13 +422,11 @@ def test_adapters_and_a_ready_optimizer(demo_tokenizer, demo_model_path, tmp_pat
     [
         ({"processing_class": print}, "processing_class: expected a tokenizer, got builtin_function_or_method"),
         ({"callbacks": [EarlyStoppingCallback]}, "EarlyStoppingCallback needs eval_strategy and metric_for_best_model"),
-        ({"rollout_func": print}, "rollout_func is not supported"),
         ({"callbacks": [object()]}, "expected objects or classes of transformers.TrainerCallback, got object"),
         ({"callbacks": Recorder()}, "callbacks: expected a list"),
         ({"optimizers": Recorder()}, "optimizers: expected .*: pass arguments by name"),
         ({"optimizers": (None, SimpleNamespace(step=print))}, "a schedule needs its optimizer"),
         ({"reward_processing_classes": [None, None]}, "2 entries for 1 reward functions"),
-        ({"peft_config": {"r": 4}}, "expected a peft.PeftConfig such as LoraConfig, got dict"),
         ({"quantization_config": SimpleNamespace(quant_method="bitsandbytes")}, "the model is loaded already"),
     ],
 )
@@ -453,10 +441,6 @@ def test_other_configurations_are_refused(demo_tokenizer):
         GRPOTrainer(tiny_llama(), with_state, cohort.GRPOConfig(), ROWS, processing_class=demo_tokenizer)
     with pytest.raises(ConfigError, match="the data has the column 'images', and models read text only"):
         GRPOTrainer(tiny_llama(), with_state, GRPOConfig("unused", **SETTINGS), [{"prompt": "", "images": []}])
-    with pytest.raises(
-        ConfigError, match="reward_funcs: expected functions, .* got GRPOConfig; .* pass arguments by name"
-    ):
-        GRPOTrainer(tiny_llama(), GRPOConfig("unused", **SETTINGS), train_dataset=ROWS)
 
 
 def test_an_evaluation_without_rows_is_refused(demo_tokenizer, tmp_path):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import sys
 import textwrap
-import threading
 from importlib.util import find_spec
 
 import pytest
@@ -190,8 +189,8 @@ class TestCommand:
             Server(given)
 
     def test_one_that_does_not_answer_is_refused(self, monkeypatch):
-        monkeypatch.setattr("cohort.environments.adapters.mcp.START_SECONDS", 0.5)
-        with pytest.raises(ConfigError, match="cannot be used: no answer in 0.5 s"):
+        monkeypatch.setattr("cohort.environments.adapters.mcp.START_SECONDS", 0.2)
+        with pytest.raises(ConfigError, match="cannot be used: no answer in 0.2 s"):
             Server(f"mcp:{sys.executable} -c 'import time; time.sleep(60)'")
 
 
@@ -203,8 +202,3 @@ def test_the_extra_is_named_when_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"pip install 'cohort-rl\[mcp\]'"):
         Server("mcp:python server.py")
-
-
-def test_no_task_is_left(toolbox):
-    """The loop's thread lives; nothing else of the tests above does."""
-    assert sum(thread.name == "cohort-calls" for thread in threading.enumerate()) == 1

@@ -66,7 +66,7 @@ def test_a_run_at_40_columns(now):
     assert "\nreward     0.400  ▁▁▂▂▂▃▃▄▄▄▅▅▅▆▆▆▇▇▇███\n" in text
 
 
-@each("width", [1, 10, 20, 40, 80, 200])
+@each("width", [1, 20, 80, 200])
 @each("name", ["short", "a_function_with_a_very_long_name", "奖励函数奖励函数", "\x1b[2J\u202e", "[bold]"])
 def test_names_of_strangers_stay_within_the_width(width, name):
     text = shown(run_of(**{f"rewards/{name}": 0.5}), width, doing="[/] without_a_space" * 20)

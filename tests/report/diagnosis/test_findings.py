@@ -40,15 +40,6 @@ def test_a_finding_is_said_when_it_begins_worsens_and_ends():
     assert diagnosis.standing == []
 
 
-def test_a_diagnosis_that_is_fed_the_same_lines_says_the_same():
-    lines = [LIVE] * 3 + [DEAD] * 12 + [LIVE] * 16
-    whole, _ = fed(lines)
-    again = Diagnosis()
-    for step, line in enumerate(lines, 1):
-        again.step(json.loads(json.dumps({"step": step, **line})))
-    assert again.findings == whole.findings != []
-
-
 def test_checks_are_left_out_by_name_and_thresholds_are_set():
     assert fed([DEAD] * 12, {"report": {"skip_checks": ["all_wrong"]}})[1] == []
     assert fed([LIVE] * 12, {"report": {"thresholds": {"dead_groups": 0.1}}})[1][0][0] == "dead_groups"
