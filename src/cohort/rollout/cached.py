@@ -11,7 +11,8 @@ Shapes are padded (rows to 8, tokens to 32): on a CPU a row's numbers do not dep
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,18 @@ from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity
 from cohort.rollout.mixing import Reading, StateStep, Step
 from cohort.rollout.native import Decoder, SlotCache
 from cohort.rollout.weights import DecoderWeights
+
+
+def without_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a backend without gradients; in inference mode, unless its modules are others': these could keep what
+    an update cannot use."""
+
+    @functools.wraps(method)
+    def run(self: CachedBackend, *given: Any) -> Any:
+        with torch.inference_mode() if isinstance(self.body, LeanBody) else torch.no_grad():
+            return method(self, *given)
+
+    return run
 
 
 class LeanBody:
@@ -275,7 +288,7 @@ class CachedBackend(Backend):
         assert self._states is not None
         return self._states
 
-    @torch.no_grad()
+    @without_gradients
     def begin(self, capacity: Capacity) -> None:
         """See ``Backend``."""
         self.body.begin()
@@ -298,7 +311,7 @@ class CachedBackend(Backend):
         """See ``Backend``."""
         self.body.sleep()
 
-    @torch.no_grad()
+    @without_gradients
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``. Prompts are laid end to end, without padding between them."""
         logits = []
@@ -310,7 +323,7 @@ class CachedBackend(Backend):
             self.states.add_prompts(slots[part], found)
         return torch.cat(logits)
 
-    @torch.no_grad()
+    @without_gradients
     def add_rows(self, slots: Sequence[int], prompts: Sequence[int]) -> None:
         """See ``Backend``."""
         places = self._rows.add(slots)
@@ -318,7 +331,7 @@ class CachedBackend(Backend):
         self.states.add_rows(places, prompts)
         self._order = None
 
-    @torch.no_grad()
+    @without_gradients
     def release(self, slots: Sequence[int]) -> None:
         """See ``Backend``."""
         moves = self._rows.release(slots)
@@ -326,13 +339,13 @@ class CachedBackend(Backend):
         self.cache.remove_rows(moves, len(self._rows))
         self._order = None
 
-    @torch.no_grad()
+    @without_gradients
     def remove_prompts(self, slots: Sequence[int]) -> None:
         """See ``Backend``."""
         self.states.remove_prompts(slots)
         self.cache.remove_prompts(self._prompts.release(slots), len(self._prompts))
 
-    @torch.no_grad()
+    @without_gradients
     def extend(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """See ``Backend``."""
         return torch.cat([self._extend(slots[part], texts[part]) for part in texts_together(texts)])
@@ -376,7 +389,7 @@ class CachedBackend(Backend):
                 self._order = Order(list(slots), list(slots), self._order.places)
         return self._order
 
-    @torch.no_grad()
+    @without_gradients
     def step(self, slots: Sequence[int], tokens_S: Tensor) -> Tensor:
         """See ``Backend``."""
         order = self._ordered(slots)

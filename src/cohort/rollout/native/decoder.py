@@ -46,7 +46,7 @@ class Decoder:
         self._anatomy = anatomy = weights.anatomy
         self._half = weights.dtype == torch.bfloat16
         self._referenced: list[Tensor] = []  # the structures point to them
-        positions, wide = torch.arange(longest), torch.empty(0)
+        positions, wide = torch.arange(longest), torch.empty(0, dtype=torch.float32)
         ropes = {kind: anatomy.angles(kind, positions, wide) for kind in anatomy.rotations}
         tables = {kind: (self._at(cos), self._at(sin), cos.shape[1]) for kind, (cos, sin) in ropes.items()}
         numbers = count()
