@@ -126,8 +126,10 @@ def _mistakes_in_trials_are_raised() -> Iterator[None]:
     """An implementation whose trial fails is not used, and the next one hides a mistake of the package's own: tests
     raise what only a mistake raises. (Elsewhere the package reads what models' own code returns.)"""
     rooms = ("policy/recurrent", "policy/custom_", "policy/attention", "policy/lean", "policy/fused", "policy/mixers")
-    rooms += ("rollout/cached", "rollout/mixing", "rollout/cache")
-    modules = [sys.modules[name] for name in ("cohort.policy.choose", "cohort.rollout.choose") if name in sys.modules]
+    rooms += ("rollout/local/cached", "rollout/local/mixing", "rollout/local/cache")
+    modules = [
+        sys.modules[name] for name in ("cohort.policy.choose", "cohort.rollout.local.choose") if name in sys.modules
+    ]
 
     def one_line(error: Exception) -> str:
         trace = error.__traceback__
@@ -151,7 +153,9 @@ def _mistakes_in_trials_are_raised() -> Iterator[None]:
 def _trials_are_made_once(_mistakes_in_trials_are_raised: None) -> Iterator[None]:
     """Implementations are tried once for models of one shape: every trainer and every engine would compare its own with
     the model's forward pass, which is a sixth of a small run. Tests of the implementations themselves try each time."""
-    modules = [sys.modules[name] for name in ("cohort.policy.choose", "cohort.rollout.choose") if name in sys.modules]
+    modules = [
+        sys.modules[name] for name in ("cohort.policy.choose", "cohort.rollout.local.choose") if name in sys.modules
+    ]
     real, passed = modules[0].first_correct if modules else None, set[str]()
 
     def first_correct(candidates: Any, gaps: Any, model: Any, failures: list[str]) -> Any:

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.cached import LeanBody
+from cohort.rollout.local.cached import LeanBody
 from cohort.types import Prompt
 from tests.cuda_on_cpu import cuda_on_cpu
 from tests.rollout.test_local_engine import LetterTokenizer

@@ -5,7 +5,7 @@ import torch
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.cached import LeanBody
+from cohort.rollout.local.cached import LeanBody
 from cohort.types import Prompt
 from tests.conftest import tiny_llama
 from tests.families.configs import small_model

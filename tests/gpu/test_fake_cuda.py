@@ -15,7 +15,7 @@ from cohort.parallel.sharded import Sharded
 from cohort.policy import Policy, Precision
 from cohort.policy.adapters import add_adapters
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.cached import LeanBody
+from cohort.rollout.local.cached import LeanBody
 from cohort.train import assign_advantages, find_budget, lay_out, policy_logps, update
 from cohort.train.update import UpdateResult
 from cohort.types import Prompt
@@ -73,7 +73,7 @@ def test_sampling_reads_the_device_once_a_step(family):
         machine.number = 2.0  # the token that is drawn
         groups = engine.generate(prompts, 3, Sampling(12), RNGKey(0, 0))
     assert all(len(completion.token_ids) == 12 for group in groups for completion in group.completions)
-    assert machine.reads.pop("rollout/runner.py draw") == 12
+    assert machine.reads.pop("rollout/local/runner.py draw") == 12
     assert family not in LEAN or not machine.reads  # the generic path also reads masks when rows begin or end
 
 

@@ -12,7 +12,7 @@ from cohort.policy import load_policy
 from cohort.policy.anatomy import Anatomy
 from cohort.policy.head import is_float32, use_float32_head
 from cohort.policy.passes import PlainPasses
-from cohort.rollout.weights import DecoderWeights
+from cohort.rollout.local.weights import DecoderWeights
 from tests.conftest import tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft asks for it

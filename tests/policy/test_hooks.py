@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cohort.policy import Policy
-from cohort.rollout.choose import choose_backend
+from cohort.rollout.local.choose import choose_backend
 from tests.conftest import tiny_llama
 from tests.policy.plain import COMPLETIONS, LORA, PROMPTS, SINGLE, TEMPERATURE, plain_logps, with_peft
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cohort.policy import Policy, fused
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.cached import CachedBackend
-from cohort.rollout.runner import BackendRunner
+from cohort.rollout.local.cached import CachedBackend
+from cohort.rollout.local.runner import BackendRunner
 from cohort.types import Prompt
 from tests.cuda_on_cpu import cuda_on_cpu
 from tests.families.configs import small_model

@@ -9,7 +9,7 @@ import torch
 from cohort.errors import ConfigError, DataError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, Request, RNGKey, Sampling, Watch
-from cohort.rollout.fallback import RecomputeBackend, StaticBackend
+from cohort.rollout.local.fallback import RecomputeBackend, StaticBackend
 from cohort.types import FinishReason, Prompt
 from tests.conftest import telling, tiny_llama
 from tests.rollout import test_generic, test_lean

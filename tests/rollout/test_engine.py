@@ -12,10 +12,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from cohort.errors import ConfigError, DataError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
-from cohort.rollout.backend import Backend
-from cohort.rollout.capacity import round_up
-from cohort.rollout.fallback import RecomputeBackend, StaticBackend
 from cohort.rollout.grammar import _byte_letters
+from cohort.rollout.local.backend import Backend
+from cohort.rollout.local.capacity import round_up
+from cohort.rollout.local.fallback import RecomputeBackend, StaticBackend
 from cohort.types import FinishReason, Prompt
 from tests.conftest import each, telling, tiny_llama
 from tests.rollout import test_generic, test_lean

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cohort.errors import ConfigError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.cached import CachedBackend
-from cohort.rollout.capacity import Capacity
-from cohort.rollout.fallback import RecomputeBackend, StaticBackend
+from cohort.rollout.local.cached import CachedBackend
+from cohort.rollout.local.capacity import Capacity
+from cohort.rollout.local.fallback import RecomputeBackend, StaticBackend
 from tests.conftest import telling
 from tests.families.configs import ATTENTION, OLDER, small_config
 from tests.rollout.conftest import drawn_ids

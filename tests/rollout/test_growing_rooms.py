@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from cohort.errors import ConfigError
 from cohort.policy import Policy
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.backend import plan
-from cohort.rollout.cache import GroupCache, Heads, Rows
-from cohort.rollout.capacity import Capacity
+from cohort.rollout.local.backend import plan
+from cohort.rollout.local.cache import GroupCache, Heads, Rows
+from cohort.rollout.local.capacity import Capacity
 from tests.families.configs import small_model
 from tests.policy.plain import SINGLE
 from tests.rollout.conftest import drawn_ids
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def short(monkeypatch):
     """Rows begin with room for 32 tokens."""
-    monkeypatch.setattr("cohort.rollout.capacity.FIRST_TOKENS", 32)
+    monkeypatch.setattr("cohort.rollout.local.capacity.FIRST_TOKENS", 32)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_the_last_rows_fill_gaps():
 @pytest.mark.filterwarnings("ignore:out of memory in sampling")
 def test_a_halved_batch_grows_again(monkeypatch):
     """After one call without a failure, or more the oftener memory has run out."""
-    monkeypatch.setattr("cohort.rollout.local.release_memory", lambda: None)
+    monkeypatch.setattr("cohort.rollout.local.engine.release_memory", lambda: None)
     engine, limit = engine_of("lean", max_batch_size=8), [4]
     add_rows = engine.backend.add_rows
 

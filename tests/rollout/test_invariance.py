@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.cached import LeanBody
-from cohort.rollout.capacity import round_up
+from cohort.rollout.local.cached import LeanBody
+from cohort.rollout.local.capacity import round_up
 from cohort.types import Prompt
 from tests.conftest import family_model, telling, tiny_llama
 from tests.rollout import test_generic, test_lean

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cohort.errors import ModelError
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
-from cohort.rollout.cached import CachedBackend, LeanBody
-from cohort.rollout.capacity import Capacity
+from cohort.rollout.local.cached import CachedBackend, LeanBody
+from cohort.rollout.local.capacity import Capacity
 from tests.conftest import family_model, telling
 from tests.rollout.conftest import Way, cover, drawn_ids, each_way
 from tests.rollout.test_local_engine import LetterTokenizer, prompts

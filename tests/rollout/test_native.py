@@ -16,9 +16,9 @@ from cohort.native import Kernels, Unavailable, build
 from cohort.native.decode import Gated, LayerCall, Residual
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine
-from cohort.rollout.cache import Heads
-from cohort.rollout.capacity import Capacity
-from cohort.rollout.native import SlotCache
+from cohort.rollout.local.cache import Heads
+from cohort.rollout.local.capacity import Capacity
+from cohort.rollout.local.native_slots import SlotCache
 from tests import warm
 from tests.conftest import each, telling, tiny_llama
 from tests.rollout.conftest import cover

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from cohort.errors import ModelError
-from cohort.rollout import RNGKey, Sampling, Watch, local
+from cohort.rollout import RNGKey, Sampling, Watch
+from cohort.rollout.local import engine as local
 from tests.rollout.conftest import drawn_ids
 from tests.rollout.test_continuation import GIVEN, PROMPTS, engine_of, play
 

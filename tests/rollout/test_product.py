@@ -5,7 +5,7 @@ import torch
 
 from cohort.native import Unavailable, has_pairs, load
 from cohort.native.products import CHUNK, NativeProduct, PackedProduct, multiplies
-from cohort.rollout.mixing import attend_causally
+from cohort.rollout.local.mixing import attend_causally
 
 try:
     load()

@@ -8,8 +8,8 @@ import pytest
 
 from cohort.errors import DataError
 from cohort.rollout import Request, RNGKey, Sampling
-from cohort.rollout.capacity import Capacity
-from cohort.rollout.scheduler import Draw, Scheduler
+from cohort.rollout.local.capacity import Capacity
+from cohort.rollout.local.scheduler import Draw, Scheduler
 from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.types import FinishReason, Prompt
 from tests.conftest import each
@@ -161,7 +161,7 @@ def test_parked_rows_count_and_others_decode_on():
 @each("row_tokens", [96, 200, 400])
 def test_rows_that_grow_stay_within_their_tokens(monkeypatch, row_tokens):
     """Parked rows count, and rows that go on again make room for themselves."""
-    monkeypatch.setattr("cohort.rollout.capacity.FIRST_TOKENS", 32)
+    monkeypatch.setattr("cohort.rollout.local.capacity.FIRST_TOKENS", 32)
     capacity = Capacity(12, 5, 0, 90, row_tokens)
     scheduler = Scheduler(Runner(capacity), capacity, frozenset((END,)))
     submitted = trajectories(Sampling(90, max_turn_length=9), continues=True)
@@ -238,5 +238,5 @@ def test_what_cannot_follow_is_refused(given, rewrite, words):
 
 
 def test_the_protocol_and_the_scheduler_import_no_torch():
-    code = "import sys, cohort.rollout, cohort.rollout.scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, cohort.rollout, cohort.rollout.local.scheduler; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -7,10 +7,10 @@ from cohort.config import ModelConfig
 from cohort.errors import ConfigError
 from cohort.policy import Policy, Precision, load_policy
 from cohort.rollout import LocalEngine
-from cohort.rollout import backend as backends
-from cohort.rollout.backend import plan
-from cohort.rollout.cached import CachedBackend, CastWeights, ModuleBody
-from cohort.rollout.capacity import Capacity
+from cohort.rollout.local import backend as backends
+from cohort.rollout.local.backend import plan
+from cohort.rollout.local.cached import CachedBackend, CastWeights, ModuleBody
+from cohort.rollout.local.capacity import Capacity
 from tests.families.configs import small_model
 from tests.rollout.test_local_engine import LetterTokenizer
 

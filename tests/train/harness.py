@@ -38,7 +38,7 @@ def make_trainer(
 
 def shift_sampler_logps(monkeypatch, shift):
     """Add ``shift()``, called at every decode step, to the log-probs that the engine reports."""
-    import cohort.rollout.runner as sequences
+    import cohort.rollout.local.runner as sequences
 
     real = sequences.draw_tokens
 

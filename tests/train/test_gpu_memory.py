@@ -23,9 +23,9 @@ from cohort.policy.lean import LeanLayers
 from cohort.policy.passes import SharedPasses
 from cohort.rewards.runner import Scores
 from cohort.rollout import LocalEngine, RNGKey, Sampling, Watch
-from cohort.rollout.cached import CachedBackend, LeanBody
-from cohort.rollout.runner import BackendRunner
-from cohort.rollout.scheduler import Draw
+from cohort.rollout.local.cached import CachedBackend, LeanBody
+from cohort.rollout.local.runner import BackendRunner
+from cohort.rollout.local.scheduler import Draw
 from cohort.train import Optimizer, StepContext, UpdateResult, assign_advantages, find_budget, lay_out, part_of, update
 from cohort.types import Completion, FinishReason, Group, Prompt
 from tests.train.caching_allocator import GIBI, CachingAllocator
@@ -169,10 +169,10 @@ def record(case):
         return case.capacity - recorded.now
 
     with contextlib.ExitStack() as stack:
-        for place in ("rollout.backend", "train.memory", "train.optim"):
+        for place in ("rollout.local.backend", "train.memory", "train.optim"):
             stack.enter_context(mock.patch(f"cohort.{place}.free_bytes", free))
         stack.enter_context(mock.patch("cohort.train.memory.LiveBytes", partial(Peak, recorded)))
-        stack.enter_context(mock.patch("cohort.rollout.local.choose_backend", backend_of))
+        stack.enter_context(mock.patch("cohort.rollout.local.engine.choose_backend", backend_of))
         stack.enter_context(forced_kind("cuda"))
         stack.enter_context(recorded)
         recorded.mark("load")

@@ -16,7 +16,7 @@ from cohort.policy.routing import replaying
 from cohort.rewards.runner import Scores
 from cohort.rollout import Sampling
 from cohort.rollout.engine import Request, check_capabilities
-from cohort.rollout.local import LocalEngine
+from cohort.rollout.local.engine import LocalEngine
 from cohort.rollout.philox import RNGKey
 from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.runs.journal import StoredRollout, encode_rollout, load_rollout

@@ -36,8 +36,8 @@ from cohort.report.words import duration
 from cohort.rewards.contract import parameters_of
 from cohort.rewards.functions import Function
 from cohort.rollout import LocalEngine, Sampling
-from cohort.rollout.backend import FREE_SHARE, free_bytes
-from cohort.rollout.capacity import Capacity, round_up
+from cohort.rollout.local.backend import FREE_SHARE, free_bytes
+from cohort.rollout.local.capacity import Capacity, round_up
 from cohort.runs.checkpoints import COPY_SHARE
 from cohort.runs.folder import RunFolder
 from cohort.train import TrainerParts

@@ -12,11 +12,16 @@ from cohort.rollout.philox import Purpose, RNGKey
 from cohort.rollout.settings import Sampling
 
 if TYPE_CHECKING:
-    from cohort.rollout.local import LocalEngine
+    from cohort.rollout.local.engine import LocalEngine
     from cohort.rollout.served.engine import ServedEngine
     from cohort.rollout.setup import EngineSetup, local_engine
 
-_MODULES = {"EngineSetup": "setup", "LocalEngine": "local", "ServedEngine": "served.engine", "local_engine": "setup"}
+_MODULES = {
+    "EngineSetup": "setup",
+    "LocalEngine": "local.engine",
+    "ServedEngine": "served.engine",
+    "local_engine": "setup",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from cohort.errors import ConfigError
 from cohort.parallel import World
 from cohort.policy import Policy, context_length, end_token_ids, resolve_device
 from cohort.rollout.engine import check_capabilities
-from cohort.rollout.local import LocalEngine
+from cohort.rollout.local.engine import LocalEngine
 from cohort.rollout.served.colocated import INSTALL, NAME, Colocated, missing
 from cohort.rollout.served.connect import Probe, check_servers, servers_of
 from cohort.rollout.served.engine import ServedEngine

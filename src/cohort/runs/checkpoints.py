@@ -28,7 +28,7 @@ from torch import Tensor
 from cohort.errors import RunFolderError
 from cohort.policy import Policy, has_adapters
 from cohort.policy.device import Generators, generators, preserved
-from cohort.rollout.backend import free_bytes
+from cohort.rollout.local.backend import free_bytes
 from cohort.runs.durable import check_whole, replaced, sync_path
 from cohort.runs.models import (
     Stream,

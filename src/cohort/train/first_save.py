@@ -17,7 +17,7 @@ from cohort.policy import Policy, Precision, has_adapters, load_model
 from cohort.policy.choose import MAX_GAP, own_logits, relative_gaps, token_source
 from cohort.policy.device import preserved
 from cohort.policy.narrow import changed_call
-from cohort.rollout.backend import free_bytes
+from cohort.rollout.local.backend import free_bytes
 
 log = logging.getLogger("cohort.train")
 TOKENS = 8

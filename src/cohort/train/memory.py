@@ -19,7 +19,7 @@ from cohort.policy import PackedRows, Policy, context_length
 from cohort.policy.device import kind_of, release_memory
 from cohort.policy.head import chunk_tokens
 from cohort.policy.pieces import can_cut, memory_of_token
-from cohort.rollout.backend import free_bytes
+from cohort.rollout.local.backend import free_bytes
 
 MOST_TOKENS = {"cpu": 4096, "cuda": 16384}
 """More tokens in a pass save little time and need memory in proportion."""

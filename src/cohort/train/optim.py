@@ -13,7 +13,7 @@ from cohort.config import OptimConfig
 from cohort.errors import ConfigError, ModelError, NonFiniteError, RunFolderError, out_of_memory
 from cohort.parallel import Layout
 from cohort.policy.policy import check_finite_weights, own
-from cohort.rollout.backend import free_bytes
+from cohort.rollout.local.backend import free_bytes
 from cohort.runs.models import fill
 from cohort.train.guard import GO_ON
 

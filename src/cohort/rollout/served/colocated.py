@@ -30,7 +30,7 @@ from cohort.errors import ConfigError, EngineError
 from cohort.parallel import World
 from cohort.policy import Policy, has_adapters, named_weights
 from cohort.policy.device import preserved, release_memory
-from cohort.rollout.backend import free_bytes
+from cohort.rollout.local.backend import free_bytes
 from cohort.rollout.served.adapters import Adapter
 from cohort.rollout.served.protocol import Description, Draw, Drawn, Outcome, RawTurn, Turns, checked, too_old
 from cohort.rollout.served.tensor_group import TensorGroup

@@ -11,10 +11,10 @@ from cohort.errors import ModelError
 from cohort.policy import Policy
 from cohort.policy.choose import Candidate, first_correct, one_line, own_logits, relative_gaps, token_source
 from cohort.policy.parts import UnsupportedModel
-from cohort.rollout.backend import Backend
-from cohort.rollout.cached import CachedBackend, LeanBody, ModuleBody
-from cohort.rollout.capacity import Capacity
-from cohort.rollout.fallback import RecomputeBackend, StaticBackend, cache_kind
+from cohort.rollout.local.backend import Backend
+from cohort.rollout.local.cached import CachedBackend, LeanBody, ModuleBody
+from cohort.rollout.local.capacity import Capacity
+from cohort.rollout.local.fallback import RecomputeBackend, StaticBackend, cache_kind
 
 TRIAL_LENGTHS = (11, 5)
 """Lengths of the prompts of a trial, in tokens."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cohort.errors import ConfigError
-from cohort.rollout.backend import Backend
+from cohort.rollout.local.backend import Backend
+from cohort.rollout.local.scheduler import Draw
 from cohort.rollout.sampling import Drawn, RowSettings, draw_tokens, support_of
-from cohort.rollout.scheduler import Draw
 from cohort.rollout.trajectory import Prefix, Trajectory
 
 # ----------------------------------------

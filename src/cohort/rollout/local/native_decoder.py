@@ -17,9 +17,9 @@ from cohort.policy.fused import gated, split_gate
 from cohort.policy.lean import LeanLayers
 from cohort.policy.parts import Experts, Norm
 from cohort.policy.recurrent import Recurring
-from cohort.rollout.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
-from cohort.rollout.native.cache import SlotCache
-from cohort.rollout.weights import DecoderWeights
+from cohort.rollout.local.cache import PREFILL_MULTIPLE, ROW_MULTIPLE
+from cohort.rollout.local.native_slots import SlotCache
+from cohort.rollout.local.weights import DecoderWeights
 
 
 class Decoder:

@@ -24,7 +24,7 @@ from cohort.policy.attention import BLOCK, packed_attention
 from cohort.policy.layout import Layout
 from cohort.policy.passes import Hidden, KeysValues, PackedPass
 from cohort.policy.recurrent import Recurrence, StateKey, convolve_into, convolve_step
-from cohort.rollout.cache import GroupStep, Places, RowStates
+from cohort.rollout.local.cache import GroupStep, Places, RowStates
 
 
 class Reading(PackedPass):

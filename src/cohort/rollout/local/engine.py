@@ -15,9 +15,7 @@ from typing import Any, ClassVar
 from cohort.errors import ConfigError, ModelError, out_of_memory
 from cohort.policy import Policy, context_length, placeholder_ids
 from cohort.policy.device import release_memory
-from cohort.rollout.backend import Backend, plan
 from cohort.rollout.checks import check_finished, check_requests, describe_policy
-from cohort.rollout.choose import choose_backend
 from cohort.rollout.engine import (
     Capabilities,
     EndedTurn,
@@ -25,8 +23,10 @@ from cohort.rollout.engine import (
     Request,
     Watch,
 )
-from cohort.rollout.runner import ActiveSequences, BackendRunner
-from cohort.rollout.scheduler import Scheduler
+from cohort.rollout.local.backend import Backend, plan
+from cohort.rollout.local.choose import choose_backend
+from cohort.rollout.local.runner import ActiveSequences, BackendRunner
+from cohort.rollout.local.scheduler import Scheduler
 from cohort.rollout.settings import Sampling
 from cohort.rollout.trajectory import StopStrings, Trajectory
 from cohort.types import FinishReason

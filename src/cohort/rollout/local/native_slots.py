@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from cohort.native.decode import TILE, StepCall
 from cohort.policy.passes import KeysValues
-from cohort.rollout.cache import Heads
-from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity, round_up
+from cohort.rollout.local.cache import Heads
+from cohort.rollout.local.capacity import TOKEN_MULTIPLE, Capacity, round_up
 
 
 class SlotCache:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cohort.policy import Policy
-from cohort.rollout.backend import PREFILL_TOKENS, Backend
+from cohort.rollout.local.backend import PREFILL_TOKENS, Backend
 
 CacheKind = Literal["padded", "other"]
 PADDED_LAYERS = frozenset(

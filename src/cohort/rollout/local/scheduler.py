@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from cohort.rollout.capacity import Capacity, Slots
 from cohort.rollout.engine import TokenEvent
+from cohort.rollout.local.capacity import Capacity, Slots
 from cohort.rollout.trajectory import Kept, Prefix, Trajectory
 from cohort.types import FinishReason
 

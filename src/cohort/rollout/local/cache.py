@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cohort.policy.passes import KeysValues
 from cohort.policy.recurrent import StateKey
-from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity, round_up
+from cohort.rollout.local.capacity import TOKEN_MULTIPLE, Capacity, round_up
 
 PREFILL_MULTIPLE = 64
 """Prefills are padded to a multiple of this many tokens: oneDNN caches the code that it compiles for each shape."""

@@ -33,12 +33,13 @@ from cohort.policy.layout import Layout
 from cohort.policy.lean import LeanLayers
 from cohort.policy.parts import UnsupportedModel, need
 from cohort.policy.passes import KeysValues, Mixing, PackedPass, base_of
-from cohort.rollout.backend import Backend, texts_together
-from cohort.rollout.cache import ROW_MULTIPLE, Fixed, GroupCache, Heads, Rows, RowStates, padded_rows, states_in
-from cohort.rollout.capacity import TOKEN_MULTIPLE, Capacity
-from cohort.rollout.mixing import Reading, StateStep, Step
-from cohort.rollout.native import Decoder, SlotCache
-from cohort.rollout.weights import DecoderWeights
+from cohort.rollout.local.backend import Backend, texts_together
+from cohort.rollout.local.cache import ROW_MULTIPLE, Fixed, GroupCache, Heads, Rows, RowStates, padded_rows, states_in
+from cohort.rollout.local.capacity import TOKEN_MULTIPLE, Capacity
+from cohort.rollout.local.mixing import Reading, StateStep, Step
+from cohort.rollout.local.native_decoder import Decoder
+from cohort.rollout.local.native_slots import SlotCache
+from cohort.rollout.local.weights import DecoderWeights
 
 
 def without_gradients(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cohort.errors import ConfigError
 from cohort.parallel.world import local_ranks
-from cohort.rollout.capacity import Capacity, least_tokens, round_up
+from cohort.rollout.local.capacity import Capacity, least_tokens, round_up
 
 PREFILL_TOKENS = 4096
 """Tokens that go through the model at a time outside decoding (a longer text goes alone). Affects memory only."""
