@@ -395,6 +395,21 @@ def test_rows_and_prompts_may_end_at_any_place(native):
     backend.end()
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "granite4"])
+def test_recurrences_step_in_float32_whatever_the_products_are(family, monkeypatch):
+    policy, dtypes = policy_of(family, BFLOAT16), set()
+    backend, real = CachedBackend(LeanBody(policy, native=False)), torch.bmm
+
+    def recorded(a, b, **named):
+        out = real(a, b, **named)
+        dtypes.add((a.dtype, out.dtype))
+        return out
+
+    monkeypatch.setattr(torch, "bmm", recorded)
+    decoded(backend, PROMPTS[:2], [0, 1], continuations(range(2), 3))
+    assert {out for given, out in dtypes if given == torch.float32} == {torch.float32}
+
+
 # Adapters
 
 

@@ -218,6 +218,20 @@ def test_cancelled_trajectories_that_were_extended_leave_no_row():
     assert list(runner.rows) == [submitted[1].slot]
 
 
+def test_after_cancelling_a_batch_parked_trajectories_go_on():
+    scheduler, runner = scheduler_of(rows=2, prompts=2, refills=False, keeps_rows=False)
+    submitted = trajectories(Sampling(6, max_turn_length=2), 1, PROMPTS[:4], continues=True)
+    scheduler.submit(submitted)
+    while len(scheduler.parked) < 2:
+        scheduler.advance()
+    scheduler.advance()
+    assert scheduler.cancel() == submitted[2:]
+    assert not runner.prefixes
+    submitted[0].extend([5], rewrite=False, vocab_size=VOCABULARY)
+    scheduler.resume(0)
+    assert scheduler.advance() is not None
+
+
 @each(
     ("given", "rewrite", "words"),
     [

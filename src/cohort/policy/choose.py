@@ -117,7 +117,8 @@ def _candidates(model: ComputeModel) -> Iterator[Candidate[Passes]]:
     with contextlib.suppress(
         UnsupportedModel, AttributeError
     ):  # no reason is given: most families run with transformers' own layers
-        LeanLayers(model)
+        counted = LeanLayers(model).anatomy.has_experts and model.router_aux_loss_coef
+        need(not counted, "the load-balancing loss needs what routers say")
         if model.torch_compile and kind_of(model.device) == "cuda":
             yield Candidate("compiled", lambda: SharedPasses(model, head(), LeanLayers(model, compiled=True)))
         yield Candidate("lean", lambda: SharedPasses(model, head(), LeanLayers(model)))

@@ -1,5 +1,5 @@
-"""Any transformers model whose attention function can be replaced, run for the trainer: its own modules with packed
-attention.
+"""Any transformers model whose attention function can be replaced, as the update and the sampler run it: its own
+modules, with attention that a ``Mixing`` computes.
 """
 
 from __future__ import annotations

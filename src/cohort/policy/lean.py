@@ -1,5 +1,6 @@
-"""The layers of a Llama-like model, run for the trainer: its own modules for the matrix products, fused operations
-between them. It runs the models that ``Anatomy`` can read and computes what transformers' modules compute.
+"""The layers of a Llama-like model, as the update and the sampler run them: the model's own modules or prepared copies
+for the matrix products, fused operations between them. It runs the models that ``Anatomy`` can read and computes what
+transformers' modules compute.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cohort.policy.compute import ComputeModel
 from cohort.policy.fused import Fused, gated, split_gate, try_compiled
 from cohort.policy.head import gradient_of, in_like_shapes
 from cohort.policy.narrow import takes_in_place
-from cohort.policy.parts import Experts, Gated, Norm, need
+from cohort.policy.parts import Experts, Gated, Norm
 from cohort.policy.passes import Hidden, Mixing
 from cohort.policy.routing import replaying
 
@@ -49,8 +50,6 @@ class LeanLayers:
     ) -> None:
         self.model = model
         self.anatomy = Anatomy.of(model.model) if anatomy is None else anatomy
-        counted = self.anatomy.has_experts and model.router_aux_loss_coef
-        need(not counted, "the load-balancing loss needs what routers say")
         wide = torch.promote_types(model.precision.master, torch.float32)
         self.fused = Fused(native and not model.why_no_kernels(), wide, model.precision.compute, compiled=compiled)
         if compiled:

@@ -239,7 +239,8 @@ class PackedPass:
     Args:
         layout: which token belongs to which row and prompt.
         native: whether to use native kernels.
-        read: receives the keys and values of each layer, if this pass reads prompts: then nothing else is needed.
+        read: receives the keys and values of each layer, if this pass reads texts. Without ``drawn_N`` nothing else is
+            needed of it.
         prefixes: keys and values that the rows attend to besides their own.
         drawn_N: indices of the tokens whose hidden states are needed. None: all.
     """

@@ -537,7 +537,7 @@ class Recurring(Protocol):
     def convolve(
         self, key: StateKey, x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, **flags: bool
     ) -> Tensor:
-        """A causal convolution by channel; see ``policy.convolution.convolve``."""
+        """A causal convolution by channel; see ``convolve``."""
 
     def recur(self, key: StateKey, recurrence: Recurrence, values: Sequence[Tensor], zeros: Tensor) -> Tensor:
         """A recurrence; ``zeros`` is the state of nothing."""

@@ -64,13 +64,15 @@ class Rows:
 
 
 class Fixed(Rows):
-    """Places that are the slots themselves: for kernels that find each row by itself."""
+    """Places that are the slots themselves, so that nothing ever moves: for kernels that find each row by itself."""
 
     def add(self, slots: Sequence[int]) -> list[int]:
         """See ``Rows``."""
-        return list(slots)
+        return self.places(slots)
 
-    places = add
+    def places(self, slots: Sequence[int]) -> list[int]:
+        """See ``Rows``."""
+        return list(slots)
 
     def release(self, slots: Sequence[int]) -> list[tuple[int, int]]:  # noqa: ARG002
         """See ``Rows``."""
@@ -95,12 +97,12 @@ class Places:
         self.viewed = self.count >= share * span
         self.length = span if self.viewed else self.count
         """R."""
-        self._places = torch.tensor(places, device=device)
-        self._index = self._places if self.count < self.length else None
+        self.places_S = torch.tensor(places, device=device)
+        self._index = self.places_S if self.count < self.length else None
 
     def of(self, stored: Tensor) -> Tensor:
         """What is stored at the places, on axis R."""
-        return stored[: self.length] if self.viewed else stored.index_select(0, self._places)
+        return stored[: self.length] if self.viewed else stored.index_select(0, self.places_S)
 
     def spread(self, entries_S: Tensor) -> Tensor:
         """From axis S to axis R, with zeros for places of other rows."""
@@ -115,7 +117,7 @@ class Places:
     def store(self, stored: Tensor, entries_R: Tensor) -> None:
         """Write back what ``of`` returned and the step changed."""
         if not self.viewed:
-            stored.index_copy_(0, self._places, entries_R)
+            stored.index_copy_(0, self.places_S, entries_R)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ class GroupCache:
         """Keys and values of rows, by layer: ``[places, K, room, width]`` each."""
         self.prompts = {layer: self._pair(heads, capacity.prompts, prompt_length) for layer, heads in layers.items()}
         """Those of prompts."""
-        self._cleared, self._prompt_room = 0, capacity.prompts * prompt_length
+        self._cleared = 0
         self._row_prompt: list[int] = []
         self._row_length: list[int] = []
         self._prompt_length: list[int] = []
@@ -166,12 +168,6 @@ class GroupCache:
         shapes = ((count, heads.count, room, width) for width in (heads.key_width, heads.value_width))
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
         return keys, values
-
-    @property
-    def tokens(self) -> int:
-        """Tokens for which memory is allocated."""
-        rows, room = self._held
-        return rows * room + self._prompt_room
 
     @property
     def room(self) -> int:
@@ -195,11 +191,12 @@ class GroupCache:
             _put(self._row_prompt, place, prompt)
             _put(self._row_length, place, 0)
         self._fit(0)
-        for both in self.own.values():
-            for own in both:
-                for place in places:
-                    own[place, :, : self._cleared].zero_()
         self._step = None
+        if self._cleared:
+            index = torch.tensor(places, device=self.device)
+            for both in self.own.values():
+                for own in both:
+                    own[:, :, : self._cleared].index_fill_(0, index, 0)
 
     def remove_rows(self, moves: Sequence[tuple[int, int]], left: int) -> None:
         """Move rows ``(from, to)``, and forget all after those that are left."""
@@ -330,7 +327,6 @@ class GroupStep:
         self._furthest = max(positions)
         self.positions = torch.tensor(positions + [0] * self.padding, device=device)
         """Position of each row's new token in the whole sequence; padded."""
-        self._places_S = torch.tensor(places, device=device)
         self._of_prompt: list[list[int]] = [[] for _ in prompt_lengths]
         for row, prompt in enumerate(prompts):
             self._of_prompt[prompt].append(row)
@@ -359,7 +355,7 @@ class GroupStep:
         """Store the keys and values of each row's newest token in one layer."""
         count = self.layers[layer].count
         if count not in self._writes:  # indices of [places K room]
-            heads_SK = self._places_S[:, None] * count + torch.arange(count, device=self._own_S.device)
+            heads_SK = self.rows.places_S[:, None] * count + torch.arange(count, device=self._own_S.device)
             self._writes[count] = (heads_SK * self._room + self._own_S[:, None]).flatten()
         for own, new in zip(self._own[layer], new_SKD, strict=True):
             width = own.shape[-1]
@@ -456,7 +452,7 @@ class RowStates:
     """
 
     def __init__(self, rows: int) -> None:
-        self._count, self._left = rows, 0
+        self._count = rows
         self._rows: dict[StateKey, Tensor] = {}
         self._prompts: dict[int, dict[StateKey, Tensor]] = {}
 
@@ -476,14 +472,12 @@ class RowStates:
 
     def add_rows(self, places: Sequence[int], prompts: Sequence[int]) -> None:
         """Begin rows, each with the states of the prompt in the given slot."""
-        self._left = max(self._left, *(place + 1 for place in places))
         for place, prompt in zip(places, prompts, strict=True):
             for key, state in self._prompts[prompt].items():
                 self._rows[key][place] = state
 
-    def remove_rows(self, moves: Sequence[tuple[int, int]], left: int) -> None:
-        """Move rows ``(from, to)``, and forget all after those that are left."""
-        self._left = left
+    def move_rows(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Move rows ``(from, to)``."""
         for states in self._rows.values():
             for source, target in moves:
                 states[target] = states[source]

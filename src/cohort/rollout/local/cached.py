@@ -5,7 +5,8 @@ layers are copied for each row, which then changes them in place. The layers are
 model's own modules in ``policy.custom_attention``); how their tokens see each other is in ``mixing.py``. Decode steps
 of lean layers run in native kernels where these are available.
 
-Shapes are padded (rows to 8, tokens to 32): on a CPU a row's numbers do not depend on the others (docs/rollout.md).
+Shapes are padded (rows to a multiple of 8 and at least 16, tokens to 32): on a CPU a row's numbers do not depend on the
+others (docs/rollout.md).
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class LeanBody:
         self.weights.refresh(self.policy.version)
 
     def end(self) -> None:
-        """Free what is not kept between calls: nothing."""
+        """Nothing is to be freed."""
 
     def sleep(self) -> None:
         """Free the copies of weights in compute precision."""
@@ -336,7 +337,7 @@ class CachedBackend(Backend):
     def release(self, slots: Sequence[int]) -> None:
         """See ``Backend``."""
         moves = self._rows.release(slots)
-        self.states.remove_rows(moves, len(self._rows))
+        self.states.move_rows(moves)
         self.cache.remove_rows(moves, len(self._rows))
         self._order = None
 
@@ -385,9 +386,10 @@ class CachedBackend(Backend):
     def _ordered(self, slots: Sequence[int]) -> Order:
         """The rows of a step by their places, which only states and torch's cache care for."""
         if self._order is None or self._order.given != slots:
-            self._order = Order.of(slots, self._rows.places(slots), self.policy.device)
-            if self._decoder is not None and not self.body.state_numbers:
-                self._order = Order(list(slots), list(slots), self._order.places)
+            places = self._rows.places(slots)
+            unordered = self._decoder is not None and not self.body.state_numbers
+            given = Order(list(slots), list(slots), places)
+            self._order = given if unordered else Order.of(slots, places, self.policy.device)
         return self._order
 
     @without_gradients

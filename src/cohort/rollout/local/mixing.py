@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -97,7 +98,11 @@ class StateStep:
     """
 
     def __init__(self, states: RowStates, places: Sequence[int], device: torch.device, *, native: bool) -> None:
-        self._states, self._places, self._native = states, Places(places, device, share=1), native
+        self._states, self._native, self._given = states, native, (places, device)
+
+    @cached_property
+    def _places(self) -> Places:
+        return Places(*self._given, share=1)
 
     def convolve(
         self, key: StateKey, x_TH: Tensor, weight: Tensor, bias: Tensor | None = None, **flags: bool
@@ -118,8 +123,9 @@ class StateStep:
         """See ``Recurring``."""
         places, state = self._places, self._places.of(self._states[key])
         step = recurrence.native_step if self._native else recurrence.step
-        given = (places.spread(part[: places.count]) if part.ndim > 1 else part for part in values)
-        out = places.collect(step(*given, state))
+        given = [places.spread(part[: places.count]) if part.ndim > 1 else part for part in values]
+        with torch.autocast(state.device.type, enabled=False):  # as in ``Recurrence.over``
+            out = places.collect(step(*given, state))
         places.store(self._states[key], state)
         return _padded(out, len(values[0]))
 

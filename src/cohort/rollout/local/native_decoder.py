@@ -178,7 +178,7 @@ class Decoder:
         return call
 
     def _factor(self, norm: Norm) -> int:
-        return self._at(self._weights.factor(norm))
+        return self._at(norm.factor(torch.float32))
 
     def _at(self, values: Tensor) -> int:
         self._referenced.append(values.float().contiguous())

@@ -59,11 +59,6 @@ class SlotCache:
         self._referenced: tuple[object, ...] = ()  # the step points to them
         self._texts: tuple[object, ...] = ()  # and those of texts to these
 
-    @property
-    def tokens(self) -> int:
-        """Tokens for which memory is allocated."""
-        return sum(part.shape[2] * part.shape[4] for part in (self.own, self.prompts))
-
     def add_prompts(self, slots: Sequence[int], lengths: Sequence[int], found: KeysValues) -> None:
         """Store the keys and values of prompts, ``[K, X, D]`` each, by layer, end to end."""
         for number, layer in enumerate(self._layers):

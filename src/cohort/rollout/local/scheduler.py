@@ -158,9 +158,9 @@ class Scheduler:
     def cancel(self) -> list[Trajectory]:
         """End all trajectories that are being decoded or wait for it."""
         cancelled = [*self.active, *self._waiting]
+        for going in (self.active, self._resumed, self._preempted, self._queue):
+            going.clear()
         self._leave(cancelled)
-        for waiting in (self.active, self._resumed, self._preempted, self._queue):
-            waiting.clear()
         return cancelled
 
     def _enqueue(self, trajectory: Trajectory, prefix: Prefix) -> None:

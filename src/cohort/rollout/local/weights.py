@@ -21,7 +21,7 @@ from cohort.policy.experts import NarrowExperts, PreparedExperts
 from cohort.policy.head import is_float32
 from cohort.policy.parts import Experts, Gated, Joint, Linear, Norm
 
-T = TypeVar("T", bound="Product | PreparedExperts | NarrowExperts")
+T = TypeVar("T", bound="Prepared")
 
 
 class Product:
@@ -121,6 +121,30 @@ def _side_by_side(biases: Sequence[Tensor | None], weights: Sequence[Tensor], dt
     return torch.cat([w.new_zeros(w.shape[0]) if bias is None else bias for bias, w in pairs]).to(dtype)
 
 
+class PreparedNorm:
+    """A ``Norm`` whose factor is made once per update."""
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm, self.eps, self.centred = norm, norm.eps, norm.centred
+
+    @property
+    def weight(self) -> Tensor:
+        """See ``Norm``."""
+        return self._norm.weight
+
+    def refresh(self) -> None:
+        """Read the present weights."""
+        weight = self._norm.weight
+        self._factor = self._norm.factor(torch.promote_types(weight.dtype, torch.float32)).detach()
+
+    def factor(self, dtype: torch.dtype) -> Tensor:
+        """See ``Norm``."""
+        return self._factor.to(dtype)
+
+
+Prepared = Product | PreparedNorm | PreparedExperts | NarrowExperts
+
+
 class DecoderWeights:
     """A model whose matrix products are computed in one dtype.
 
@@ -132,20 +156,19 @@ class DecoderWeights:
 
     def __init__(self, anatomy: Anatomy, dtype: torch.dtype, *, native: bool = False) -> None:
         self.dtype, self._native = dtype, native
-        self._products: list[Product | PreparedExperts | NarrowExperts] = []
-        self.anatomy = replace(anatomy, layers=tuple(map(self._layer, anatomy.layers)))
-        """Its layers, with products in place of their linear maps."""
+        self._prepared: list[Prepared] = []
+        self.anatomy = replace(anatomy, layers=tuple(map(self._layer, anatomy.layers)), norm=self._norm(anatomy.norm))
+        """Its layers, with prepared parts in place of linear maps, norms and experts."""
         head_dtype = torch.float32 if is_float32(anatomy.head.module) else dtype
         self.head = self._made(Single([anatomy.head], head_dtype, native=native))
         self.refreshed = 0
         """How often the weights were read: once per update that changed them."""
-        self._factors: dict[int, Tensor] = {}
         self._stamp: tuple[object, ...] = ()
         self._read = anatomy.parameters()
 
-    def _made(self, product: T) -> T:
-        self._products.append(product)
-        return product
+    def _made(self, part: T) -> T:
+        self._prepared.append(part)
+        return part
 
     def _single(self, linear: Linear) -> Any:
         return self._made(Single([linear], self.dtype, native=self._native))
@@ -159,7 +182,14 @@ class DecoderWeights:
             mlp: Gated | Experts = Gated(self._joint(layer.mlp.gate_up), self._single(layer.mlp.down))
         else:
             mlp = replace(layer.mlp, prepared=self._experts(layer.mlp.module))
-        return replace(layer, qkv=qkv, output=output, mlp=mlp)
+        around = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+        norms: dict[str, Any] = {name: self._norm(getattr(layer, name)) for name in around}
+        if layer.qk_norms is not None:
+            norms["qk_norms"] = tuple(map(self._norm, layer.qk_norms))
+        return replace(layer, qkv=qkv, output=output, mlp=mlp, **norms)
+
+    def _norm(self, norm: Norm | None) -> Any:
+        return None if norm is None else self._made(PreparedNorm(norm))
 
     def _experts(self, module: Any) -> PreparedExperts | NarrowExperts | None:
         """None: the module computes them in every step anew."""
@@ -176,15 +206,7 @@ class DecoderWeights:
         stamp = (version, *((weight.data_ptr(), weight._version) for weight in self._read))
         if stamp == self._stamp:
             return
-        for product in self._products:
-            product.refresh()
-        self._factors.clear()
+        for part in self._prepared:
+            part.refresh()
         self._stamp = stamp
         self.refreshed += 1
-
-    def factor(self, norm: Norm) -> Tensor:
-        """The factor of a norm, in float32 or wider."""
-        key = id(norm.weight)
-        if key not in self._factors:
-            self._factors[key] = norm.factor(torch.promote_types(norm.weight.dtype, torch.float32)).detach()
-        return self._factors[key]
