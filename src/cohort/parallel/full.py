@@ -25,8 +25,9 @@ from cohort.parallel.sharded import Sharded, rank_mesh
 from cohort.parallel.world import World
 
 T = TypeVar("T")
-METHOD = "cohort_call"
-"""The method of a sharded module that ``call_gathered`` uses."""
+METHOD, WHOLE = "cohort_call", "cohort_whole"
+"""The method of a sharded module that ``call_gathered`` uses; whether its weights stay gathered, as in sampling, whose
+decode steps would spend a third of their time in FSDP's hooks."""
 SMALL = 1 / 16
 """Most of a layer that every rank holds whole."""
 
@@ -40,7 +41,8 @@ def call_gathered(module: nn.Module, function: Callable[..., T], *arguments: Any
     through which gradients come back, and no views.
     """
     method: Callable[..., T] | None = getattr(module, METHOD, None)
-    return function(*arguments) if method is None else method(function, *arguments)
+    whole = getattr(module, WHOLE, False) and not torch.is_grad_enabled()
+    return function(*arguments) if method is None or whole else method(function, *arguments)
 
 
 def is_gathered(module: nn.Module) -> bool:
@@ -109,7 +111,7 @@ class Full(Sharded):
             # Gradients are summed, not averaged: each token is weighted over all ranks. Neither setting is recursive.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            setattr(module, METHOD, _run)
+            setattr(module, METHOD, lambda function, *arguments: function(*arguments))
             fsdp.register_fsdp_forward_method(module, METHOD)  # type: ignore[arg-type]
         model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
         self._layers[id(model)] = layers
@@ -123,17 +125,14 @@ class Full(Sharded):
             # Forward passes in the block do not free weights: ranks make different numbers of them.
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
+            setattr(module, WHOLE, True)
         try:
             yield
         finally:
             for module in modules:
+                setattr(module, WHOLE, False)
                 module.reshard()
-            for layer in layers:
-                layer.set_reshard_after_forward(True, recurse=False)
-
-
-def _run(function: Callable[..., T], *arguments: Any) -> T:
-    return function(*arguments)
+                module.set_reshard_after_forward(module is not model, recurse=False)
 
 
 def used_wide(layer: nn.Module) -> set[nn.Parameter] | None:
