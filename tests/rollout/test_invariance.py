@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cohort.policy import Policy, Precision
 from cohort.rollout import LocalEngine, RNGKey, Sampling
 from cohort.rollout.local.cached import LeanBody
-from cohort.rollout.local.capacity import round_up
+from cohort.rollout.local.capacity import Capacity, round_up
 from cohort.types import Prompt
 from tests.conftest import family_model, telling, tiny_llama
 from tests.rollout import test_generic, test_lean
@@ -225,3 +225,19 @@ def test_in_float32_heads_too_small_for_it_keep_the_tokens(call):
         for key, completion in run.items():
             assert drawn_ids(completion) == drawn_ids(runs[0][key])
             assert completion.sampler_logps == pytest.approx(runs[0][key].sampler_logps, abs=1e-5)  # float32
+
+
+def test_rows_that_wait_or_were_moved_change_no_bit(native):
+    backend, texts = sized_engine("hidden 256", FLOAT32).backend, [p.token_ids for p in some_texts([12, 55, 3])]
+
+    def steps(ended):
+        backend.begin(Capacity(3, 3, 64, 12))
+        backend.prefill([0, 1, 2], texts)
+        backend.add_rows([0, 1, 2], [0, 1, 2])
+        if ended:
+            backend.release([0])  # row 2 takes its place
+        logits = [backend.step([1, 2], torch.tensor([5 + n, 9 + n])) for n in range(3)]
+        backend.end()
+        return torch.stack(logits)
+
+    assert torch.equal(steps(ended=True), steps(ended=False))

@@ -368,7 +368,7 @@ class CachedBackend(Backend):
         if self._decoder is not None:
             with self.policy.compute():
                 hidden_SH = self._decoder.read(slots, texts, reading)
-            logits = self.body.logits(hidden_SH)[: len(slots)]
+            logits = self._logits(hidden_SH[: len(slots)])
         else:
             assert isinstance(cache, GroupCache)
             logits = self._read(texts, reading)
@@ -380,8 +380,7 @@ class CachedBackend(Backend):
         """The logits after each text."""
         ids_T = in_like_shapes(torch.tensor([token for text in texts for token in text], device=self.policy.device))
         hidden_SH = self.body.hidden(ids_T, in_like_shapes(reading.layout.positions_T), reading)
-        padding = padded_rows(len(texts)) - len(texts)
-        return self.body.logits(functional.pad(hidden_SH, (0, 0, 0, padding)))[: len(texts)]
+        return self._logits(hidden_SH)
 
     def _ordered(self, slots: Sequence[int]) -> Order:
         """The rows of a step by their places, which only states and torch's cache care for."""
@@ -407,7 +406,11 @@ class CachedBackend(Backend):
             step = self.cache.next_step(order.places)
             ids_T = functional.pad(tokens_S, (0, step.padding))
             hidden_SH = self.body.hidden(ids_T, step.positions, Step(step, self.states, native=self.body.native))
-            hidden_SH = functional.pad(hidden_SH, (0, 0, 0, step.padding))
         if order.back is not None:
             hidden_SH = hidden_SH.index_select(0, order.back)
-        return self.body.logits(hidden_SH)[: len(slots)]
+        return self._logits(hidden_SH[: len(slots)])
+
+    def _logits(self, hidden_SH: Tensor) -> Tensor:
+        """By a product of padded rows."""
+        padding = padded_rows(len(hidden_SH)) - len(hidden_SH)
+        return self.body.logits(functional.pad(hidden_SH, (0, 0, 0, padding)))[: len(hidden_SH)]
