@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
@@ -281,6 +281,10 @@ class Engine(Sampler, Protocol):
     def close(self) -> None:
         """Drop all trajectories and free everything that the engine holds. Idempotent."""
 
+    def session(self) -> AbstractContextManager[None]:
+        """A block around each ``generate``. An engine over several ranks tells them in it when one fails."""
+        return nullcontext()
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -301,33 +305,34 @@ class Engine(Sampler, Protocol):
         Raises:
             DataError, ConfigError: see ``submit``; or the engine has unfinished trajectories.
         """
-        samplings = samplings_of(prompts, num_generations, sampling)
-        if self.unfinished:
-            raise ConfigError(
-                f"this engine is sampling already ({self.unfinished} unfinished trajectories): generate() is not "
-                "reentrant; do not call it from a Watch callback, or use a second engine"
-            )
-        on_completion = watch.on_completion if watch else None
-        completions: list[dict[int, Completion]] = [{} for _ in prompts]
-        try:
-            self.submit(
-                [
-                    Request(prompt, sample, one, key, prompt_index=index)
-                    for index, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
-                    for sample in range(num_generations)
-                ]
-            )
-            with closing(self.stream(watch)) as turns:
-                for turn in turns:
-                    index, sample = turn.request.prompt_index, turn.request.sample
-                    completions[index][sample] = turn.completion
-                    never_begun = turn.completion.finish_reason is FinishReason.CANCELLED and not turn.num_drawn
-                    if on_completion and not never_begun:
-                        on_completion(index, sample, turn.completion)
-        except BaseException:
-            self.reset()
-            raise
-        return [
-            Group(prompt, tuple(done[sample] for sample in sorted(done)))
-            for prompt, done in zip(prompts, completions, strict=True)
-        ]
+        with self.session():
+            samplings = samplings_of(prompts, num_generations, sampling)
+            if self.unfinished:
+                raise ConfigError(
+                    f"this engine is sampling already ({self.unfinished} unfinished trajectories): generate() is not "
+                    "reentrant; do not call it from a Watch callback, or use a second engine"
+                )
+            on_completion = watch.on_completion if watch else None
+            completions: list[dict[int, Completion]] = [{} for _ in prompts]
+            try:
+                self.submit(
+                    [
+                        Request(prompt, sample, one, key, prompt_index=index)
+                        for index, (prompt, one) in enumerate(zip(prompts, samplings, strict=True))
+                        for sample in range(num_generations)
+                    ]
+                )
+                with closing(self.stream(watch)) as turns:
+                    for turn in turns:
+                        index, sample = turn.request.prompt_index, turn.request.sample
+                        completions[index][sample] = turn.completion
+                        never_begun = turn.completion.finish_reason is FinishReason.CANCELLED and not turn.num_drawn
+                        if on_completion and not never_begun:
+                            on_completion(index, sample, turn.completion)
+            except BaseException:
+                self.reset()
+                raise
+            return [
+                Group(prompt, tuple(done[sample] for sample in sorted(done)))
+                for prompt, done in zip(prompts, completions, strict=True)
+            ]

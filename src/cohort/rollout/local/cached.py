@@ -44,8 +44,8 @@ from cohort.rollout.local.weights import DecoderWeights
 
 
 def without_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a backend without gradients; in inference mode, unless its modules are others': these could keep what
-    an update cannot use."""
+    """Run a method of a backend without gradients. Lean layers run in inference mode. Modules of transformers do not:
+    they may keep a tensor, and an update cannot use one that was made in that mode."""
 
     @functools.wraps(method)
     def run(self: CachedBackend, *given: Any) -> Any:

@@ -45,18 +45,13 @@ class ActiveSequences:
         self._ends_V = ends_V.to(device)
         self._rows: tuple[list[tuple[Trajectory, int | None]], Tensor, RowSettings] | None = None  # of the latest draw
 
-    def add(self, new: Sequence[Trajectory], others: Sequence[Trajectory]) -> None:
-        """Begin trajectories, or go on with parked ones, beside others."""
+    def add(self, new: Sequence[Trajectory]) -> None:
+        """Begin trajectories, or go on with parked ones."""
         if self._column < UNIFORMS_BLOCK:
             uniforms = self._make_uniforms(new, UNIFORMS_BLOCK - self._column)
             self._uniforms_RW[self._slots(new), self._column :] = uniforms
-        if self._seen_RV is None and any(t.request.sampling.repetition_penalty != 1 for t in new):
-            self._seen_RV = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
-            new = [*others, *new]
         if self._seen_RV is not None:
-            self._seen_RV[self._slots(new)] = False
-            for trajectory in new:
-                self._seen_RV[trajectory.slot, [*trajectory.request.prompt.token_ids, *trajectory.tokens]] = True
+            self._see(new)
 
     def draw(self, trajectories: Sequence[Trajectory], logits_SV: Tensor) -> Drawn:
         """Draw a token for each."""
@@ -84,7 +79,17 @@ class ActiveSequences:
         if self._rows is None or self._rows[0] != places:
             settings = RowSettings.of([t.request.sampling for t in trajectories], self._device)
             self._rows = places, self._slots(trajectories), settings
+            if self._seen_RV is None and any(t.request.sampling.repetition_penalty != 1 for t in trajectories):
+                self._seen_RV = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+                self._see(trajectories)
         return self._rows[1:]
+
+    def _see(self, trajectories: Sequence[Trajectory]) -> None:
+        """Mark the tokens that each has, and no others."""
+        assert self._seen_RV is not None
+        self._seen_RV[self._slots(trajectories)] = False
+        for trajectory in trajectories:
+            self._seen_RV[trajectory.slot, [*trajectory.request.prompt.token_ids, *trajectory.tokens]] = True
 
     def _slots(self, trajectories: Sequence[Trajectory]) -> Tensor:
         return torch.tensor([trajectory.slot for trajectory in trajectories], device=self._device)
@@ -150,13 +155,11 @@ class BackendRunner:
         self.keeps_rows = backend.keeps_rows
         self._backend, self._sequences = backend, sequences
         self._first_logits: dict[Prefix, Tensor] = {}
-        self._read: list[Trajectory] = []  # for which there are logits
-        self._logits: list[Tensor] = []  # theirs, in parts
+        self._logits: list[Tensor] = []  # of the coming draw, in parts
 
     @torch.no_grad()
     def step(self, trajectories: Sequence[Trajectory]) -> None:
         """See ``ModelRunner``."""
-        self._read = list(trajectories)
         self._logits = [self._backend.step(slots_of(trajectories), self._sequences.drawn(trajectories))]
 
     @torch.no_grad()
@@ -179,14 +182,13 @@ class BackendRunner:
         self._logits.append(torch.stack([logits[t] for t in trajectories]))
         for trajectory in trajectories:
             trajectory.unread = []
-        self._sequences.add(trajectories, self._read)
-        self._read = [*self._read, *trajectories]
+        self._sequences.add(trajectories)
 
     @torch.no_grad()
     def draw(self, trajectories: Sequence[Trajectory]) -> Draw:
         """See ``ModelRunner``."""
         logits_SV = self._logits[0] if len(self._logits) == 1 else torch.cat(self._logits)
-        self._logits, self._read = [], []
+        self._logits = []
         drawn = self._sequences.draw(trajectories, logits_SV)
         # One transfer to the host for everything; float64 holds a token id exactly.
         columns = (drawn.tokens_S, drawn.valid_S, drawn.logps_S, drawn.full_logps_S)

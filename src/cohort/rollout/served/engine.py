@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any, ClassVar
 
@@ -15,11 +16,9 @@ from cohort.errors import ConfigError
 from cohort.policy import Policy, context_length, placeholder_ids
 from cohort.rollout.checks import check_finished, check_requests, describe_policy
 from cohort.rollout.engine import Capabilities, EndedTurn, Engine, Request, TokenEvent, Watch
-from cohort.rollout.philox import RNGKey
 from cohort.rollout.served.protocol import Draw, Drawn, Turns, check_temperature
-from cohort.rollout.settings import Sampling
 from cohort.rollout.trajectory import StopStrings, Trajectory
-from cohort.types import FinishReason, Group, Prompt
+from cohort.types import FinishReason
 
 POLL_SECONDS = 0.02
 """How often callbacks of a Watch are called while nothing ends."""
@@ -72,17 +71,9 @@ class ServedEngine(Engine):
         """See ``Engine``."""
         return len(self._under_way) + len(self._parked) + len(self._ended) + self._streaming
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        sampling: Sampling | Sequence[Sampling],
-        key: RNGKey,
-        watch: Watch | None = None,
-    ) -> list[Group]:
+    def session(self) -> AbstractContextManager[None]:
         """See ``Engine``."""
-        with self.turns.session():
-            return super().generate(prompts, num_generations, sampling, key, watch)
+        return self.turns.session()
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """See ``Engine``. ``ConfigError``: there are no weights yet, or vLLM does not draw at the temperature."""

@@ -296,8 +296,12 @@ class Servers(Turns):
         raise self.fleet.failure(f"a completion was given up after {attempts} attempts:")
 
     def _wait(self, epoch: int) -> None:
-        """Wait until a server gets requests, or they were aborted. Servers that have failed are looked at again, after
-        pauses that double. Raises ``EngineError``: none came back in time, or can."""
+        """Wait until a server takes requests again, or until they are aborted. Servers that have failed are asked again
+        after pauses that double.
+
+        Raises:
+            EngineError: no server came back within ``startup_timeout``, or none has the present weights.
+        """
         self.fleet.recheck()
         pause, deadline = BACKOFF_SECONDS, time.monotonic() + self.startup_timeout
         while not self.fleet.live and epoch == self._epoch:
